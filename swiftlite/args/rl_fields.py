@@ -64,7 +64,8 @@ class RewardArgs:
     external_plugins: list[str] = field(default_factory=list)
     """Python files with reward functions, which run in a child process."""
     reward_timeout: bounds.PositiveFloat = 60.0
-    """Maximum time of a call of a reward function in seconds; completions are then not scored by this function."""
+    """Maximum time of a call of a reward function in seconds; completions are then not scored by this function.
+    accuracy and code limit each completion instead."""
     allow_code_rewards: bool = False
     """Allow --reward_funcs code to run programs that the model wrote. They run in a subprocess with limits, which is
     not a sandbox."""

@@ -5,9 +5,9 @@
 The arguments are a file descriptor of a socket, one of a file for tracebacks, and the parent's process id. Messages are
 lines of JSON:
 
-    parent  {"names", "plugins", "settings"}                                    once
+    parent  {"names", "plugins", "sources", "settings"}                         once
     child   {"rewards": [...]}, or {"error": [problem, hint]}                   once
-    parent  {"batch": {"prompts", "completions", "completion_ids", "step", a column, ...}}
+    parent  {"batch": {"prompts", "prompt_texts", "completions", "completion_ids", "step", a column, ...}}
     child   {"received": true}
     parent  {"call": [indices of functions]}                                    for the last batch
     child   {"index", "scores"}, or {"index", "failure", "traceback"}           for each function, when it has returned
@@ -20,6 +20,7 @@ import asyncio
 import atexit
 import faulthandler
 import json
+import marshal
 import math
 import numbers
 import os
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError, clip
-from swiftlite.rewards.load import LoadedReward, load_rewards, traceback_of
+from swiftlite.rewards.load import Completion, LoadedReward, load_rewards, traceback_of
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.runtime.parent import exit_with_parent
 
@@ -52,7 +53,7 @@ MAX_TRACEBACK = 20_000
 
 
 class _InvalidScores(Exception):
-    """A function returned something other than one finite number or None per completion."""
+    """A function returned something other than one number or None per completion."""
 
 
 class _Server:
@@ -68,7 +69,8 @@ class _Server:
         self.traces = traces
         self.rewards: list[LoadedReward] = []
         self.settings = RewardSettings()
-        self.batch: dict[str, Any] = {}
+        self.batch: dict[str, bytes] = {}
+        self.num_completions = 0
         self.is_closed = False
 
     def serve(self) -> None:
@@ -82,7 +84,9 @@ class _Server:
             for line in requests:
                 request = json.loads(line)
                 if "batch" in request:
-                    self.batch = request["batch"]
+                    # As bytes, because a function may change its arguments.
+                    self.batch = {name: marshal.dumps(value) for name, value in request["batch"].items()}
+                    self.num_completions = len(request["batch"]["completions"])
                     self._send({"received": True})
                     continue
                 selected = [(index, self.rewards[index]) for index in request["call"]]
@@ -92,7 +96,7 @@ class _Server:
                     runner.run(self._gather(coroutines))
                 for index, reward in selected:
                     if not reward.info.is_async:
-                        self._limit_time(self.settings.timeout)
+                        self._limit_time(reward.info.time_limit(self.settings.timeout, self.num_completions))
                         self._call(index, reward)
                 faulthandler.cancel_dump_traceback_later()
         self.is_closed = True
@@ -107,7 +111,8 @@ class _Server:
         self._limit_time(LOAD_SECONDS)
         try:
             plugins = [Path(path) for path in request["plugins"]]
-            self.rewards = load_rewards(request["names"], plugins, self.settings)
+            sources = [source.encode("latin-1") for source in request["sources"]]
+            self.rewards = load_rewards(request["names"], plugins, self.settings, sources)
         except UserError as error:
             self._send({"error": [error.problem, error.hint]})
             return False
@@ -115,13 +120,19 @@ class _Server:
         self._send({"rewards": [asdict(reward.info) for reward in self.rewards]})
         return True
 
+    def _arguments(self, reward: LoadedReward) -> dict[str, Any]:
+        arguments = {name: marshal.loads(value) for name, value in reward.arguments(self.batch).items()}
+        if "completions" in arguments:
+            arguments["completions"] = list(map(Completion, arguments["completions"]))
+        return arguments
+
     def _limit_time(self, seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=self.traces)
 
     def _call(self, index: int, reward: LoadedReward) -> None:
         try:
-            values = reward.function(**reward.arguments(self.batch))
-            scores = _scores(values, len(self.batch["completions"]))
+            values = reward.function(**self._arguments(reward))
+            scores = _scores(values, self.num_completions)
         except BaseException as error:  # also sys.exit()
             self._send(_failure(index, error))
         else:
@@ -134,8 +145,8 @@ class _Server:
         clock = asyncio.timeout(self.settings.timeout)
         try:
             async with clock:
-                values = await reward.function(**reward.arguments(self.batch))
-            scores = _scores(values, len(self.batch["completions"]))
+                values = await reward.function(**self._arguments(reward))
+            scores = _scores(values, self.num_completions)
         except BaseException as error:
             failure = _failure(index, error)
             if clock.expired():
@@ -156,8 +167,10 @@ def late(seconds: float) -> str:
 def _scores(values: Any, num_completions: int) -> list[float | None]:
     """Convert the result of a function, which can be a tensor or an array, to a list of numbers and None.
 
+    NaN becomes None, as in TRL.
+
     Raises:
-        _InvalidScores: it is not a sequence of one finite number or None per completion.
+        _InvalidScores: it is not a sequence of one number or None per completion, or a number is too large.
     """
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
         raise _InvalidScores(f"returned an object of type {type(values).__name__} instead of a list")
@@ -175,7 +188,9 @@ def _score(value: Any, position: int) -> float | None:
     if not isinstance(value, numbers.Real):
         shown = clip(repr(value), 80)
         raise _InvalidScores(f"returned {shown}, which is not a number, for completion {position}")
-    if not math.isfinite(value):
+    if math.isnan(value):
+        return None
+    if math.isinf(value):
         raise _InvalidScores(f"returned {float(value)} for completion {position}; use None for no score")
     if abs(float(value)) > MAX_SCORE:
         raise _InvalidScores(f"returned {float(value):g} for completion {position}; the limit is {MAX_SCORE:g}")

@@ -1,8 +1,8 @@
-"""Run the Python of completions against tests, each completion in a separate process.
+"""Run the Python of completions against tests, each completion in separate processes.
 
-The processes have limits on time, memory and the size of files, an empty directory and an environment without
-credentials. This protects against endless loops and accidents, but it is not a sandbox: a process has the permissions
-and the network of its user.
+A test is executed by a judge, in another process than the program (`code_runner.py`). The processes have limits on
+time, memory and the size of files, an empty directory and an environment without credentials. What else the program can
+reach depends on the kernel (`code_limits.py`); the network is that of its user.
 """
 
 import json
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.rewards.settings import RewardSettings
+from swiftlite.rewards.workers import num_processes
 
 RUNNER = Path(__file__).with_name("code_runner.py")
-MAX_PROCESSES = 8
-SHARE_OF_TIMEOUT = 0.8
-"""Fraction of `RewardSettings.timeout` in which all completions are run, so that endless loops in completions do not
-make the whole call fail."""
+PATIENCE = 2.0
+"""Seconds in which the script ends the processes of a program after the time limit."""
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
@@ -41,19 +39,19 @@ def code(settings: RewardSettings, /, completions: Sequence[str], tests: Sequenc
 
     The Python is the last block of code after `</think>`, or the whole text if there is no block. Tests are Python
     source: a list of strings, or one string, which counts as one test. A test that raises an exception is not passed.
+    A program only sees the arguments of its calls (`code_link.py`).
     When `code_timeout` is over, the remaining tests of a completion are not passed. A completion is not scored if its
-    row has no tests, or if the time limit of the call does not suffice for it.
+    row has no tests.
     """
-    end = time.monotonic() + SHARE_OF_TIMEOUT * settings.timeout
 
     def score(completion: str, row: Any) -> float | None:
         sources = [row] if isinstance(row, str) else list(row or ())
-        if not sources or time.monotonic() + settings.code_timeout > end:
+        if not sources:
             return None
         program = code_block(completion.rpartition("</think>")[2])
         return _num_passed(program, sources, settings.code_timeout) / len(sources)
 
-    with ThreadPoolExecutor(min(MAX_PROCESSES, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(num_processes()) as pool:
         return list(pool.map(score, completions, tests))
 
 
@@ -71,13 +69,13 @@ def _num_passed(program: str, tests: Sequence[str], seconds: float) -> int:
         )
         request = json.dumps({"program": program, "tests": list(tests)}).encode()
         try:
-            output, _ = process.communicate(request, timeout=seconds)
+            output, _ = process.communicate(request, timeout=seconds + PATIENCE)
         except subprocess.TimeoutExpired:
             _kill_group(process)
             output, _ = process.communicate()
         finally:
             _kill_group(process)
-    return output.count(b"+")
+    return min(output.count(b"+"), len(tests))
 
 
 def _kill_group(process: subprocess.Popen) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftlite.errors import UserError
-from swiftlite.rewards.code_tests import code, code_block
+from swiftlite.rewards.code_tests import PATIENCE, code, code_block
 from swiftlite.rewards.settings import RewardSettings
+from swiftlite.rewards.workers import map_in_time
 
 Scores = list[float | None]
 
@@ -28,6 +29,7 @@ class Reward:
         description: one line for lists of rewards.
         columns: columns of the dataset of which the function requires at least one.
         package: package that the function requires, as in `pip install`.
+        seconds: function that returns the time limit of each completion, for a function that enforces one itself.
         check: function that raises a `UserError` if the settings do not permit the function.
     """
 
@@ -35,6 +37,7 @@ class Reward:
     description: str
     columns: tuple[str, ...] = ()
     package: str = ""
+    seconds: Callable[[RewardSettings], float] = lambda settings: 0.0
     check: Callable[[RewardSettings], None] = lambda settings: None
 
 
@@ -60,34 +63,45 @@ def accuracy(
 ) -> Scores:
     """Return 1 if math-verify finds a completion's answer equal to the row's solution, otherwise 0.
 
-    The answer is the last expression after `</think>`; `\\boxed{...}` has precedence. In the reference, only the text
-    after `####` counts, if there is one, as in GSM8K. A completion is not scored if its row has no reference, or if
-    math-verify finds no expression in the reference.
+    The answer is the last `\\boxed{...}` after `</think>`, or else the last expression. In the reference,
+    only the text after `####` counts, if there is one, as in GSM8K. A completion is not scored if its row has no
+    reference, or if math-verify finds no expression in the reference; the score is 0 if the comparison takes longer
+    than `answer_timeout`.
     """
-    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
-
     nothing = [None] * len(completions)
-    scores: Scores = []
+    pairs = []
     for text, *references in zip(completions, solution or nothing, answer or nothing, strict=True):
-        reference = next((reference for reference in references if reference is not None), "")
-        expected = parse(str(reference).rpartition("####")[2].strip())
-        scores.append(float(verify(expected, parse(_answer_of(text)))) if expected else None)
-    return scores
+        reference = next((each for each in references if each is not None and each == each), "")  # NaN is none
+        pairs.append((str(reference).rpartition("####")[2].strip(), _last_box(_answer_of(text))))
+    return map_in_time("swiftlite.rewards.equal", "is_equal", pairs, settings.answer_timeout, late=0.0)
+
+
+def _last_box(text: str) -> str:
+    """Return the last `\\boxed{...}` of a text, or the text if it has none, because math-verify joins adjacent ones."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for end in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return f"${text[start : end + 1]}$"
+    return text
 
 
 _THINKING = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
 
 
-def think_format(settings: RewardSettings, /, completions: Sequence[str], prompts: Sequence[Any]) -> Scores:
-    """Return 1 if a completion starts with `<think>...</think>`, otherwise 0, like TRL's `think_format_reward`.
+def think_format(settings: RewardSettings, /, completions: Sequence[str], prompt_texts: Sequence[str]) -> Scores:
+    """Return 1 if a completion is `<think>...</think>` followed by an answer, otherwise 0.
 
-    `<think>` can also be the end of a prompt that is a text, because some chat templates append it.
+    Unlike TRL's `think_format_reward`, `<think>` can be the end of the prompt, because some chat templates append it,
+    and there must be an answer.
     """
     scores: Scores = []
-    for prompt, text in zip(prompts, completions, strict=True):
-        if isinstance(prompt, str) and prompt.rstrip().endswith("<think>"):
+    for prompt, text in zip(prompt_texts, completions, strict=True):
+        if prompt.rstrip().endswith("<think>"):
             text = "<think>" + text
-        scores.append(float(_THINKING.match(text) is not None))
+        thinking = _THINKING.match(text)
+        scores.append(float(thinking is not None and bool(text[thinking.end() :].strip())))
     return scores
 
 
@@ -156,10 +170,6 @@ def _check_code(settings: RewardSettings) -> None:
     if not settings.allow_code:
         problem = "--reward_funcs code: runs Python that the model wrote, with your permissions and network"
         raise UserError(problem, "add --allow_code_rewards, on a machine where this can do no harm", exit_code=2)
-    if settings.code_timeout > settings.timeout / 2:
-        problem = f"--reward_funcs code: {settings.code_timeout:g} seconds per completion are more than half of the"
-        problem += f" time limit of all completions, --reward_timeout {settings.timeout:g}"
-        raise UserError(problem, f"set --reward_timeout to at least {2 * settings.code_timeout:g}", exit_code=2)
 
 
 def _answer_of(completion: str) -> str:
@@ -173,8 +183,9 @@ REWARDS = {
         "1 if the answer equals the row's solution or answer, by math-verify",
         columns=("solution", "answer"),
         package="math-verify",
+        seconds=lambda settings: settings.answer_timeout,
     ),
-    "format": Reward(think_format, "1 if the completion starts with <think>...</think>"),
+    "format": Reward(think_format, "1 if the completion is <think>...</think> and an answer"),
     "length": Reward(length, "0 to -1 for the last tokens up to --max_completion_length", check=_check_length),
     "json_schema": Reward(
         json_schema,
@@ -186,6 +197,7 @@ REWARDS = {
         code,
         "the fraction of the row's tests that the completion's Python passes",
         columns=("tests",),
+        seconds=lambda settings: settings.code_timeout + PATIENCE,
         check=_check_code,
     ),
 }

@@ -3,12 +3,15 @@
 A function at the top level of a user's file is a reward function. It receives keyword arguments, and of these only the
 ones that its signature accepts:
 
-    prompts, completions    texts of prompts and completions
+    prompts                 messages of each completion's prompt
+    prompt_texts            the prompts as the model reads them, with the chat template
+    completions             texts of the completions
     completion_ids          token ids of each completion
     step                    number of the optimizer step
     any other name          the column of the dataset with this name
 
-All except `step` are lists with one element per completion. The function returns one number or None per completion.
+All except `step` are lists with one element per completion. A completion is a text; as in TRL,
+`completion[0]["content"]` is the text, too. The function returns one number or None per completion.
 """
 
 import importlib.util
@@ -16,7 +19,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +30,29 @@ from swiftlite.errors import UserError
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.settings import RewardSettings
 
-ARGUMENTS = ("prompts", "completions", "completion_ids", "step")
+ARGUMENTS = ("prompts", "prompt_texts", "completions", "completion_ids", "step")
+OF_TRL = ("trainer_state", "log_extra", "log_metric")
+"""Arguments of TRL 1.16 that depend on its trainer. They are not columns, so they are not reported as missing ones."""
+
+
+class Completion(str):
+    """A text whose first and last item can also be read as the message that TRL passes for the same completion."""
+
+    def __getitem__(self, index: Any) -> str:
+        if index not in (0, -1):
+            return super().__getitem__(index)
+        message = _Message(self[-1:] if index else self[:1])
+        message.turn = {"role": "assistant", "content": str(self)}
+        return message
+
+
+class _Message(str):
+    """A character that is also a message."""
+
+    turn: Mapping[str, str]
+
+    def __getitem__(self, key: Any) -> str:
+        return self.turn[key] if isinstance(key, str) else super().__getitem__(key)
 
 
 @dataclass(frozen=True)
@@ -37,15 +62,23 @@ class RewardInfo:
     Attributes:
         source: file that defines the function, empty for a function of `rewards/index.py`.
         is_async: whether the function is a coroutine function.
-        accepts: names of the arguments that the function accepts, None if it accepts every name.
+        named: names of the arguments in the signature.
+        takes_all: whether the function also accepts every other name.
         columns: groups of columns of the dataset. The function requires at least one column of each group.
+        seconds: time limit of each completion that the function enforces itself; 0 if it has none.
     """
 
     name: str
     source: str
     is_async: bool
-    accepts: Sequence[str] | None
+    named: Sequence[str]
+    takes_all: bool
     columns: Sequence[Sequence[str]]
+    seconds: float = 0.0
+
+    def time_limit(self, timeout: float, num_completions: int) -> float:
+        """Return the seconds of a call. If the function limits each completion, the last ones have theirs, too."""
+        return timeout + self.seconds * num_completions
 
 
 @dataclass(frozen=True)
@@ -57,17 +90,22 @@ class LoadedReward:
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call, selected from all available ones."""
-        accepts = self.info.accepts
-        return {name: value for name, value in given.items() if accepts is None or name in accepts}
+        return {name: value for name, value in given.items() if self.info.takes_all or name in self.info.named}
 
 
-def load_rewards(names: Sequence[str], plugins: Sequence[Path], settings: RewardSettings) -> list[LoadedReward]:
+def load_rewards(
+    names: Sequence[str], plugins: Sequence[Path], settings: RewardSettings, sources: Sequence[bytes] | None = None
+) -> list[LoadedReward]:
     """Import the user's files and return the functions with these names, in this order.
+
+    Args:
+        sources: the contents of the files, if they were read before.
 
     Raises:
         UserError: a name is unknown or given twice, a file cannot be imported, or a function cannot be used.
     """
-    modules = [import_plugin(path) for path in plugins]
+    sources = list(map(read_plugin, plugins)) if sources is None else sources
+    modules = list(map(import_plugin, plugins, sources))
     rewards = []
     for position, name in enumerate(names):
         if name in names[:position]:
@@ -81,24 +119,37 @@ def load_rewards(names: Sequence[str], plugins: Sequence[Path], settings: Reward
             rewards.append(_describe(name, getattr(module, name), str(path)))
         elif name in REWARDS:
             check_reward(name, settings)
-            columns = REWARDS[name].columns
-            reward = _describe(name, partial(REWARDS[name].function, settings), "", optional=columns)
-            rewards.append(reward)
+            known = REWARDS[name]
+            reward = _describe(name, partial(known.function, settings), "", optional=known.columns)
+            rewards.append(replace(reward, info=replace(reward.info, seconds=known.seconds(settings))))
         else:
             raise _unknown(name, plugins, modules)
     return rewards
 
 
-def import_plugin(path: Path) -> ModuleType:
-    """Import a user's file. Modules in the same directory can be imported by the file.
+def read_plugin(path: Path) -> bytes:
+    """Read a user's file.
 
     Raises:
-        UserError: the file does not exist, or it raises an exception; the error contains the traceback.
+        UserError: it is not a Python file.
     """
     path = path.expanduser().absolute()
     if not path.is_file() or path.suffix != ".py":
         problem = f"--external_plugins {path}: not a Python file"
         raise UserError(problem, "give the path of a file that ends in .py", exit_code=2)
+    return path.read_bytes()
+
+
+def import_plugin(path: Path, source: bytes) -> ModuleType:
+    """Import a user's file. Modules in the same directory can be imported by the file.
+
+    Args:
+        source: the content of the file, which may have changed or been deleted since.
+
+    Raises:
+        UserError: the file raises an exception; the error contains the traceback.
+    """
+    path = path.expanduser().absolute()
     name = f"swiftlite_plugin_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -107,7 +158,7 @@ def import_plugin(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         # Not by the loader: its cached bytecode would hide a change within a second that keeps the file's size.
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        exec(compile(source, str(path), "exec"), module.__dict__)
     except BaseException as error:  # also sys.exit()
         lines = traceback_of(error)
         problem = f"--external_plugins {path}: the file cannot be imported\n{lines}"
@@ -155,9 +206,14 @@ def _describe(name: str, function: Callable[..., Any], source: str, optional: Co
     if unnamed:
         problem = f"--reward_funcs {name}: the argument {unnamed[0]} in {source} is positional-only"
         raise UserError(problem, "arguments are passed by name; remove the / from the signature", exit_code=2)
+    unsupported = [item.name for item in required if item.name in OF_TRL]
+    if unsupported:
+        problem = f"--reward_funcs {name}: the argument {unsupported[0]} in {source} is only passed by TRL"
+        hint = f"remove it from the signature, or give it a default: {unsupported[0]}=None"
+        raise UserError(problem, hint, exit_code=2)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     columns = [(item.name,) for item in required if item.kind in by_name and item.name not in ARGUMENTS]
-    accepts = tuple(item.name for item in parameters if item.kind in by_name)
+    named = tuple(item.name for item in parameters if item.kind in by_name)
     takes_all = any(item.kind == item.VAR_KEYWORD for item in parameters)
     is_async = inspect.iscoroutinefunction(function)
     is_async |= inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004, of an object
@@ -165,7 +221,8 @@ def _describe(name: str, function: Callable[..., Any], source: str, optional: Co
         name=name,
         source=source,
         is_async=is_async,
-        accepts=None if takes_all else accepts,
+        named=named,
+        takes_all=takes_all,
         columns=(tuple(optional),) if optional else tuple(columns),
     )
     return LoadedReward(info, function)

@@ -16,12 +16,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError
 from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
-from swiftlite.rewards.load import ARGUMENTS, RewardInfo
+from swiftlite.rewards.load import ARGUMENTS, RewardInfo, read_plugin
 from swiftlite.rewards.settings import RewardSettings
 
 FAILURES_TO_END = 3
@@ -56,8 +57,8 @@ class _Failure:
 class RewardProcess:
     """The functions of `--reward_funcs` in a child process, which starts when the context is entered.
 
-    A child that hangs or ends is replaced. The new child imports the user's files again, so their global variables have
-    their initial values.
+    A child that hangs or ends is replaced. The new child executes the user's files again, as they were at the start, so
+    their global variables have their initial values.
 
     The thread that enters the context or calls `score` must not end before the context does: Linux reports the end of
     this thread to the child as the end of the parent.
@@ -86,11 +87,17 @@ class RewardProcess:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Names, settings and digests of files that scores depend on, as JSON values."""
-        files = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.plugins]
+        """Names, settings and digests of files that scores depend on, as JSON values. The modules that the files import
+        are not included."""
+        files = [hashlib.sha256(source).hexdigest() for source in self._sources]
         settings = asdict(self.settings)
         del settings["timeout"]
         return {"names": list(self.names), "files": files, **settings}
+
+    @cached_property
+    def _sources(self) -> list[bytes]:
+        """Contents of the user's files, read once: a child that replaces another one executes the same code."""
+        return [read_plugin(Path(path)) for path in self.plugins]
 
     def __enter__(self) -> "RewardProcess":
         """Start the child, which loads the functions. Without functions there is no child.
@@ -107,20 +114,28 @@ class RewardProcess:
             self._child.end(CLOSING_SECONDS)  # the user's `atexit` functions are executed first
             self._child = None
 
-    def check_columns(self, columns: Collection[str], flag: str = "--dataset") -> None:
-        """Check that a dataset has the columns that the functions require.
+    def check_columns(
+        self, columns: Collection[str], flag: str = "--dataset", omitted: Mapping[str, str] | None = None
+    ) -> None:
+        """Check that a dataset has the columns that the functions name in their signatures.
 
         Args:
             flag: the option that names the dataset, for errors.
+            omitted: types of values that cannot be passed to functions, by the name of their column.
 
         Raises:
-            UserError: a column is missing, or has the name of another argument.
+            UserError: a column is missing, cannot be passed, or has the name of another argument.
         """
-        for name in columns if self.names else ():
-            if name in ARGUMENTS:
-                problem = f"{flag}: the column {name} has the name of an argument of reward functions"
-                raise UserError(problem, f"rename the column; other names than {', '.join(ARGUMENTS)} are free")
+        omitted = omitted or {}
         for reward in self.rewards:
+            for name in reward.named:
+                given = f"--reward_funcs {reward.name}: {flag}: the column {name}"
+                if name in omitted:
+                    problem = f"{given} has values of type {omitted[name]}, which JSON cannot represent"
+                    raise UserError(problem, f"convert {name} to text or numbers")
+                if name in ARGUMENTS and name in columns:
+                    problem = f"{given} has the name of an argument that is not a column"
+                    raise UserError(problem, f"rename the column; other names than {', '.join(ARGUMENTS)} are free")
             for group in reward.columns:
                 if not set(group) & set(columns):
                     problem = f"--reward_funcs {reward.name}: {flag} does not have the column {' or '.join(group)}"
@@ -133,6 +148,7 @@ class RewardProcess:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         step: int,
+        prompt_texts: Sequence[str] | None = None,
     ) -> Scored:
         """Call every function, first all coroutine functions together, then the others one after another.
 
@@ -142,6 +158,7 @@ class RewardProcess:
             completion_ids: [completions] token ids of each completion.
             columns: other columns of the dataset, each with one value per completion.
             step: number of the optimizer step.
+            prompt_texts: [completions] each prompt as the model reads it; empty texts if None.
 
         Raises:
             UserError: a required column is missing, or a function failed in this and the two previous calls.
@@ -149,8 +166,14 @@ class RewardProcess:
         failures = []
         self._open().has_batch = False
         self.check_columns(columns)
-        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "step": step}
-        batch = _encode_batch({**given, **columns}, self.rewards)
+        given = {
+            "prompts": prompts,
+            "prompt_texts": prompt_texts or [""] * len(completions),
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "step": step,
+        }
+        batch = _encode_batch({**columns, **given}, self.rewards)
         try:
             self._open_with(batch)
         except (OSError, ValueError) as error:
@@ -158,10 +181,11 @@ class RewardProcess:
             failures.append(f"the process of the reward functions {end.reason} between two calls")
 
         together = [index for index, reward in enumerate(self.rewards) if reward.is_async]
-        results = self._call(together, batch) if together else {}
+        number = len(completions)
+        results = self._call(together, batch, number) if together else {}
         for index, reward in enumerate(self.rewards):
             if not reward.is_async:
-                results |= self._call([index], batch)
+                results |= self._call([index], batch, number)
 
         rewards: list[Scores] = []
         for index, name in enumerate(self.names):
@@ -176,8 +200,8 @@ class RewardProcess:
         self._check_failures()
         return Scored(rewards, failures)
 
-    def _call(self, group: Sequence[int], batch: bytes) -> dict[int, Scores | _Failure]:
-        """Call the functions with these indices.
+    def _call(self, group: Sequence[int], batch: bytes, number: int) -> dict[int, Scores | _Failure]:
+        """Call the functions with these indices for a number of completions.
 
         If the child ends, each function that has not returned is called again separately, to find the one that failed.
         """
@@ -185,8 +209,9 @@ class RewardProcess:
         try:
             child = self._open_with(batch)
             child.send(json.dumps({"call": list(group)}).encode())
+            seconds = max(self.rewards[index].time_limit(self.settings.timeout, number) for index in group)
             while len(results) < len(group):
-                answer = child.receive(self.settings.timeout + ASYNC_PATIENCE + PATIENCE)
+                answer = child.receive(seconds + ASYNC_PATIENCE + PATIENCE)
                 failure = _Failure(answer.get("failure", ""), answer.get("traceback", ""))
                 results[answer["index"]] = answer.get("scores", failure)
         except (OSError, ValueError, KeyError) as error:
@@ -196,7 +221,7 @@ class RewardProcess:
                 results[missing[0]] = end
             else:
                 for index in missing:
-                    results |= self._call([index], batch)
+                    results |= self._call([index], batch, number)
         return results
 
     def _open_with(self, batch: bytes) -> "_Child":
@@ -224,8 +249,9 @@ class RewardProcess:
         """
         if self._child is not None:
             return self._child
+        sources = [source.decode("latin-1") for source in self._sources]  # JSON has no bytes
         self._child = child = _Child()
-        request = {"names": self.names, "plugins": self.plugins, "settings": asdict(self.settings)}
+        request = {"names": self.names, "plugins": self.plugins, "sources": sources, "settings": asdict(self.settings)}
         try:
             child.send(json.dumps(request).encode())
             answer = child.receive(LOAD_SECONDS + PATIENCE)
@@ -353,7 +379,7 @@ def _encode_batch(batch: Mapping[str, Any], rewards: Sequence[RewardInfo]) -> by
     """
     wanted = set(ARGUMENTS)
     for reward in rewards:
-        wanted |= set(batch) if reward.accepts is None else set(reward.accepts)
+        wanted |= set(batch) if reward.takes_all else set(reward.named)
     texts = []
     for name in [name for name in batch if name in wanted]:
         try:

@@ -15,7 +15,8 @@ class RewardSettings:
         soft_cache_length: number of tokens before `max_completion_length` over which `length` decreases from 0 to -1;
             a fifth of `max_completion_length` if None, as in DAPO.
         allow_code: whether `code` may run Python that the model wrote.
-        code_timeout: seconds that the tests of one completion may take.
+        code_timeout: seconds that the tests of one completion may take, for `code`.
+        answer_timeout: seconds that the comparison of one answer may take, for `accuracy`.
     """
 
     timeout: float = 60.0
@@ -23,6 +24,7 @@ class RewardSettings:
     soft_cache_length: int | None = None
     allow_code: bool = False
     code_timeout: float = 5.0
+    answer_timeout: float = 5.0
 
 
 def reward_settings_of(args: GrpoArgs) -> RewardSettings:

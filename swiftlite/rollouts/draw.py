@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.data.rows.prompt import COLUMNS, TURNS
+from swiftlite.data.rows.prompt import COLUMNS, OMITTED, TURNS
 from swiftlite.data.sample import Sample
 from swiftlite.engines.engine import Completion, Engine, Sampling
 from swiftlite.engines.prompts import prompt_of
@@ -80,6 +80,7 @@ class Drawing:
             completions,
             columns_of(prompts, self.columns),
             step,
+            [str(self.tokenizer.decode(prompt.input_ids)) for prompt in prompts],
         )
         for failure in scored.failures:
             logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
@@ -163,6 +164,14 @@ def columns_of(prompts: Sequence[Sample], names: Sequence[str]) -> dict[str, lis
 def columns_in(prompts: Sequence[Sample]) -> list[str]:
     """Return the names of the other fields that at least one of the rows has."""
     return sorted({name for prompt in prompts for name in json.loads(prompt.extras[COLUMNS])})
+
+
+def omitted_in(prompts: Sequence[Sample]) -> dict[str, str]:
+    """Return the names of fields that reward functions cannot receive, with the type of their values."""
+    omitted: dict[str, str] = {}
+    for prompt in prompts:
+        omitted |= json.loads(prompt.extras[OMITTED])
+    return omitted
 
 
 def reward_figures(found: Advantages, names: Sequence[str], num_failures: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import reward_settings_of
-from swiftlite.rollouts.draw import Drawing, columns_in
+from swiftlite.rollouts.draw import Drawing, columns_in, omitted_in
 from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine
 from swiftlite.rollouts.frozen import open_frozen_policies
 from swiftlite.rollouts.held_out import HeldOutPrompts
@@ -90,9 +90,11 @@ def load_scored_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Dat
             on_first_rank(lambda: _enter(stack, rewards))
         data = load_data(args, encoder, vocab_size, _offered(args))
         if not args.rollouts_from:
-            on_first_rank(lambda: rewards.check_columns(columns_in(data.train)))
+            on_first_rank(lambda: rewards.check_columns(columns_in(data.train), omitted=omitted_in(data.train)))
         if args.val_dataset and not args.rollouts_from:
-            on_first_rank(lambda: rewards.check_columns(columns_in(data.val), "--val_dataset"))
+            on_first_rank(
+                lambda: rewards.check_columns(columns_in(data.val), "--val_dataset", omitted_in(data.val)),
+            )
     return data
 
 

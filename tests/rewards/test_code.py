@@ -73,17 +73,39 @@ def test_secrets_are_not_passed_on(monkeypatch):
     assert score("import os", ["assert 'secret' not in os.environ.values()"]) == 1.0
 
 
-def test_processes_of_a_program_end_with_it(tmp_path):
+@pytest.mark.parametrize("seconds", [0, 1000])
+def test_processes_of_a_program_end_with_it(tmp_path, seconds):
+    """Also one in a session of its own whose parent has ended, and after the time limit."""
     file = tmp_path / "pid"
-    program = "import os, time\nif not (pid := os.fork()):\n    os.closerange(3, 100)\n    time.sleep(1000)\n"
-    program += f"open({str(file)!r}, 'w').write(str(pid))"
-    assert score(program, ["assert True"]) == 1.0
+    program = """
+import os, time
+reader, writer = os.pipe()
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        os.write(writer, str(os.getpid()).encode())
+        os.closerange(3, 100)
+        time.sleep(1000)
+    os._exit(0)
+pid = int(os.read(reader, 20))
+"""
+    tests = [f"open({str(file)!r}, 'w').write(str(pid))", f"import time; time.sleep({seconds})"]
+    settings = RewardSettings(allow_code=True, code_timeout=5.0)
+    assert score(program, tests, settings) == (0.5 if seconds else 1.0)
     assert ends(int(file.read_text()))
 
 
-def test_completions_are_not_scored_if_the_time_does_not_suffice():
-    settings = RewardSettings(timeout=5.0, allow_code=True, code_timeout=4.5)
-    assert code(settings, completions=[ADD] * 2, tests=["assert True"] * 2) == [None, None]
+def test_the_number_of_processes_is_limited():
+    program = """
+import os, time
+def f():
+    for number in range(1000):
+        try:
+            if not os.fork(): time.sleep(1000)
+        except OSError: return number
+    return number
+"""
+    assert score(program, ["assert 8 < f() < 100"]) == 1.0
 
 
 def ends(pid: int) -> bool:

@@ -22,7 +22,9 @@ def as_messages(texts: list[str]) -> list[list[dict[str, str]]]:
 
 FORMATS = {
     "<think>\nreasons\n</think>\nanswer": 1.0,
-    "<think></think>": 1.0,
+    "<think></think>": 0.0,
+    "<think>reasons</think>\n": 0.0,
+    "<think></think>4": 1.0,
     "<think>reasons</think><answer>4</answer>": 1.0,
     "answer": 0.0,
     "<think>reasons": 0.0,
@@ -36,20 +38,20 @@ FORMATS = {
 
 def test_format():
     texts = list(FORMATS)
-    assert think_format(SETTINGS, completions=texts, prompts=["?"] * len(texts)) == list(FORMATS.values())
+    assert think_format(SETTINGS, completions=texts, prompt_texts=["?"] * len(texts)) == list(FORMATS.values())
 
 
 def test_format_is_trls():
     rewards: Any = pytest.importorskip("trl.rewards")
-    texts = list(FORMATS)
-    ours = think_format(SETTINGS, completions=texts, prompts=["?"] * len(texts))
+    texts = [text for text in FORMATS if not text.rstrip().endswith("</think>")]  # there, an answer is not required
+    ours = think_format(SETTINGS, completions=texts, prompt_texts=["?"] * len(texts))
     assert ours == rewards.think_format_reward(as_messages(texts))
 
 
 def test_format_if_the_template_opens_the_reasoning():
-    prompts = ["question\n<think>\n", "question", [{"role": "user", "content": "<think>"}]]
-    texts = ["reasons</think>answer"] * 3
-    assert think_format(SETTINGS, completions=texts, prompts=prompts) == [1.0, 0.0, 0.0]
+    prompts = ["question\n<think>\n", "question", "<think> question", "<think>"]
+    texts = ["reasons</think>answer"] * 3 + ["<think>reasons</think>answer"]
+    assert think_format(SETTINGS, completions=texts, prompt_texts=prompts) == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("most", "cache"), [(100, 20), (100, 100), (100, 0), (7, 3)])
@@ -126,7 +128,8 @@ def test_accuracy():
         ("The answer is 12.", "First 3 * 4.\n#### 12", 1.0),
         ("I do not know.", "12", 0.0),
         ("12", None, None),
-        ("12", "no number", None),
+        ("12", "#### ", None),
+        ("12", "no number", 0.0),
     ]
     texts, references, scores = (list(column) for column in zip(*rows, strict=True))
     assert accuracy(SETTINGS, completions=texts, solution=references) == scores
@@ -161,9 +164,7 @@ def test_the_packages_of_rewards_have_these_names():
             assert importlib.metadata.version(package)
 
 
-def test_code_requires_consent_and_time():
+def test_code_requires_consent():
     with pytest.raises(UserError, match=naming("--reward_funcs code --allow_code_rewards")):
         check_reward("code", SETTINGS)
     check_reward("code", RewardSettings(allow_code=True))
-    with pytest.raises(UserError, match=naming("--reward_funcs code --reward_timeout 10 20")):
-        check_reward("code", RewardSettings(timeout=10, allow_code=True, code_timeout=10))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite.errors import UserError
-from swiftlite.rewards.load import import_plugin, load_rewards
+from swiftlite.rewards.load import load_rewards
 from swiftlite.rewards.settings import RewardSettings
 from tests.messages import naming
 
@@ -57,6 +57,10 @@ def test_arguments_follow_the_signature(plugin):
     assert every.arguments(given) == given
     assert [reward.info.is_async for reward in (some, every, waits, waits_too)] == [False, False, True, True]
     assert some.info.columns == (("solution",),)
+    assert set(some.info.named) == {"completions", "solution", "step", "difficulty"}
+    assert not some.info.takes_all
+    assert set(every.info.named) == {"completions"}
+    assert every.info.takes_all
     assert every.info.columns == ()
     assert set(partly.arguments(given)) == {"completions", "solution", "step"}
 
@@ -66,7 +70,7 @@ def test_named_functions_require_columns():
     format_reward, schema = load_rewards(["format", "json_schema"], [], SETTINGS)
     assert format_reward.info.columns == ()
     assert schema.info.columns == (("schema",),)
-    assert set(schema.info.accepts or ()) == {"completions", "schema"}
+    assert set(schema.info.named) == {"completions", "schema"}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_a_name_in_two_files(plugin):
 )
 def test_a_file_that_cannot_be_imported(plugin, source, tokens):
     with pytest.raises(UserError, match=naming(f"--external_plugins {tokens}")) as caught:
-        import_plugin(plugin(source))
+        load_rewards([], [plugin(source)], SETTINGS)
     assert "importlib" not in str(caught.value), "the traceback starts in the user's file"
 
 
@@ -126,7 +130,7 @@ def test_a_file_that_cannot_be_imported(plugin, source, tokens):
 def test_a_file_that_is_not_python(plugin, tmp_path, name):
     plugin("", "rewards.txt")
     with pytest.raises(UserError, match=naming("--external_plugins .py")):
-        import_plugin(tmp_path / name)
+        load_rewards([], [tmp_path / name], SETTINGS)
 
 
 def test_a_file_can_import_its_neighbours_and_define_dataclasses(plugin):

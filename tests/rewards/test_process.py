@@ -30,6 +30,7 @@ def good(completions):
 
 def everything(prompts, completions, completion_ids, step, **columns):
     expected = (["p", "q"], ["one", "three"], [[1], [2, 3]], {"answer": [1, None], "other": ["x", "y"]})
+    del columns["prompt_texts"]
     return [float((prompts, completions, completion_ids, columns) == expected), step]
 
 def array(completions):
@@ -214,11 +215,11 @@ def score(rewards: RewardProcess, step: int = 0, columns: dict[str, Any] | None 
 
 
 def test_results(plugin):
-    names = ("good", "everything", "array", "scalars", "generator", "pool", "length")
+    names = ("good", "everything", "array", "scalars", "nan", "generator", "pool", "length")
     with opened(plugin, *names) as rewards:
         scored = score(rewards, step=7, columns={"answer": [1, None], "other": ["x", "y"]})
     assert scored.failures == []
-    assert scored.rewards == [[3, 5], [1, 7], [0.5, 1.5], [0.5, 1], [1, None], [3, 5], [0, 0]]
+    assert scored.rewards == [[3, 5], [1, 7], [0.5, 1.5], [0.5, 1], [1, None], [1, None], [3, 5], [0, 0]]
 
 
 def test_a_forked_process_ends_by_a_signal_at_any_time(plugin):
@@ -249,7 +250,6 @@ FAILURES = {  # tokens of the message, by function
     "interrupts": "KeyboardInterrupt",
     "few": "1 2",
     "many": "3 2",
-    "nan": "nan 1",
     "infinite": "-inf 0",
     "large": "-1e+19 1 1e+18",
     "text": "1.0 0",
@@ -396,8 +396,10 @@ def test_columns_are_checked(plugin):
             rewards.check_columns(columns)
         with pytest.raises(UserError, match=naming("--reward_funcs starts directory")):
             score(rewards, columns=columns)
-        with pytest.raises(UserError, match=naming("--dataset step")):
-            rewards.check_columns(["step", "directory"])
+        with pytest.raises(UserError, match=naming("--reward_funcs starts --dataset completions")):
+            rewards.check_columns(["completions", "directory"])
+        rewards.check_columns(["step", "directory"])
+        assert score(rewards, columns={"step": [8, 8], "directory": ["/nowhere"] * 2}).rewards[1] == [3, 5]
 
 
 def test_columns_that_json_does_not_have(plugin):

@@ -12,6 +12,8 @@ from swiftlite.data.rows.conversation import FIELDS, MEDIA, NO_IMAGES, Conversat
 
 COLUMNS = "columns"
 """Name of the extra with the other fields of a row, as JSON."""
+OMITTED = "omitted"
+"""Name of the extra with the fields that JSON cannot represent, such as dates: their types by name, as JSON."""
 TURNS = "turns"
 """Name of the extra with the messages of the prompt, as JSON."""
 _OF_CONVERSATION = FIELDS - {"channel", "tools"}
@@ -42,11 +44,18 @@ def parse_prompt(
     elif not turns.keys() - {"system", "channel", "tools"}:
         raise RowError("row", "has no prompt", f"rows are {FORMATS}")
     conversation = parse_row(turns, system=system, needs_answer=False, source=source, no_images=no_images).prompt()
+    omitted = {name: type(value).__name__ for name, value in columns.items() if not _is_json(value)}
+    kept = {name: value for name, value in columns.items() if name not in omitted}
+    extras = {COLUMNS: json.dumps(kept, sort_keys=True), OMITTED: json.dumps(omitted)}
+    return replace(conversation, extras=extras | {TURNS: json.dumps(conversation.messages)})
+
+
+def _is_json(value: Any) -> bool:
     try:
-        text = json.dumps(columns, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RowError("row", f"has a field that JSON cannot represent: {error}", "remove or convert it") from None
-    return replace(conversation, extras={COLUMNS: text, TURNS: json.dumps(conversation.messages)})
+        json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _from_prompt(row: dict[str, Any]) -> dict[str, Any]:
