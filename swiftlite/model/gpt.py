@@ -246,7 +246,6 @@ class GPTModel(McoreGPTModel):
             mtp_input_ids = ahead(input_ids, self.heads.drafts, 0, cu_seqlens)[1:]
         if labels is not None and mtp_labels is None:
             mtp_labels = ahead(labels, self.heads.drafts, IGNORE_INDEX, cu_seqlens)[1:]
-
         outputs = None
         if self.follows_heads:
             states = StageStates.from_wire(self.decoder.input_tensor, num_heads=self.heads.drafts)
@@ -265,11 +264,8 @@ class GPTModel(McoreGPTModel):
             if self.mtp_process:
                 # Normal heads use the trunk's positions. Step j of an unrolled head uses positions larger by j - 1.
                 rotary_embs = [rotary_emb, *map(rotary_emb_at, range(1, self.heads.unroll))] * self.heads.layers
-                head_input_SBH = states.head_input_SBH
-                if self.detached_heads:
-                    head_input_SBH = head_input_SBH.detach()
                 heads_SBH = self.forward_mtp(
-                    head_input_SBH,
+                    states.head_input_SBH.detach() if self.detached_heads else states.head_input_SBH,
                     list(mtp_input_ids),
                     position_ids,
                     rotary_embs,
@@ -281,15 +277,14 @@ class GPTModel(McoreGPTModel):
 
         if not self.post_process:
             return self.sent_outputs.append(states.to_wire(), outputs)
-        all_labels = None
-        if labels is not None and mtp_labels is not None:
-            all_labels = [labels, *mtp_labels]
-        if self.is_teacher and labels is not None:
+        if labels is None or mtp_labels is None:
+            return self.forward_postprocess(states)
+        if self.is_teacher:
             return self.label_states(states.trunk_SBH, labels)
         main = trunk and trunk.loss
-        if teacher is not None and labels is not None:
+        if teacher is not None:
             main = self._divergence(states.trunk_SBH, labels, teacher)
-        return self.forward_postprocess(states, all_labels, cu_seqlens, main, with_entropy=with_entropy)
+        return self.forward_postprocess(states, [labels, *mtp_labels], cu_seqlens, main, with_entropy=with_entropy)
 
     @torch.no_grad()
     def trunk_output(
