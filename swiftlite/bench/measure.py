@@ -120,7 +120,8 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
         num_speculative_tokens: number of tokens that the server drafts per step.
     """
     make_client = resolve_name(ENGINES[backend].client)
-    all_at_once = aiohttp.TCPConnector(limit=0)
+    # New connections: llama.cpp closes a connection after a streamed answer, although its headers promise to keep it.
+    all_at_once = aiohttp.TCPConnector(limit=0, force_close=True)
     patient = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(url, connector=all_at_once, timeout=patient) as session:
         yield make_client(session, sampling, num_speculative_tokens)

@@ -3,6 +3,7 @@
 One thread per server: with more, llama.cpp waits actively for threads that do not run on a busy machine.
 """
 
+import asyncio
 import shutil
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from swiftlite.bench.measure import connect, generate_all
 from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
@@ -131,3 +133,22 @@ def test_scaled_rotary_positions(tmp_path, monkeypatch, rope):
     finally:
         engine.close()
     assert found == expected
+
+
+def test_bench_asks_the_server_many_times(tmp_path, monkeypatch):
+    """The server closes a connection after a streamed answer, although its headers promise to keep it."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=0, vocab_size=128)
+    write_tokenizer(directory, 128, end=127)
+    config = EngineConfig(resolve_served(directory), torch_dtype="float32", engine_kwargs={"threads": 1})
+    engine: Any = start_engine("llamacpp", config)
+
+    async def ask():
+        async with connect("llamacpp", engine._url, Sampling(4), 0) as client:
+            return await generate_all(client, [[number] for number in range(1, 33)], 2, "salt")
+
+    try:
+        answers = asyncio.run(ask()).answers
+    finally:
+        engine.close()
+    assert [answer.num_tokens for answer in answers] == [4] * 32
