@@ -5,7 +5,8 @@ that of the file: a `glm4moe` with only dense layers is read as Llama, Qwen2 or 
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swiftlite.errors import UserError
@@ -116,6 +117,46 @@ def _rope(metadata: Metadata) -> Config:
     if (multiplier := metadata.get("rope.scaling.yarn_log_multiplier")) is not None:
         # llama.cpp divides it by 0.1. Models of this architecture have the same number for both scales.
         rope |= {"mscale": _short(multiplier / 0.1), "mscale_all_dim": _short(multiplier / 0.1)}
+    return rope
+
+
+def not_read_by_transformers(metadata: Metadata, rope_factors: Sequence[float]) -> Config:
+    """Return the values of config.json that transformers 5.19 does not read from a file.
+
+    Args:
+        rope_factors: divisors of the rotary frequencies, which files of Llama 3.1 and later contain; empty if the file
+            has none.
+
+    Raises:
+        UserError: config.json cannot state how the file scales rotary positions.
+    """
+    values: Config = {}
+    if (size := metadata.get("attention.key_length")) is not None:
+        values["head_dim"] = size
+    kind = metadata.get("rope.scaling.type")
+    if kind in ("linear", "yarn") and not rope_factors:
+        values["rope_parameters"] = _rope(metadata)
+    elif kind in (None, "none") and rope_factors:
+        values["rope_parameters"] = _rope(metadata) | _llama3(metadata, rope_factors)
+    elif kind not in (None, "none"):
+        raise UserError(f"the scaling {kind!r} of rotary positions is not read", "use the model's safetensors")
+    return values
+
+
+def _llama3(metadata: Metadata, factors: Sequence[float]) -> Config:
+    """Return the parameters of `llama3` scaling from which a file's factors were computed.
+
+    Published models of Llama 3.1 to 3.3 have different factors only.
+    """
+    rope: Config = {"rope_type": "llama3", "factor": _short(max(factors)), "original_max_position_embeddings": 8192}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    base = metadata.get("rope.freq_base", 10000.0)
+    for place, factor in enumerate(factors):
+        wavelength = 2 * math.pi * base ** (place / len(factors))
+        # 0 for wavelengths that are divided by the whole factor, 1 for those that stay.
+        kept = min(1.0, max(0.0, (8192 / wavelength - 1.0) / 3.0))
+        if not math.isclose(factor, 1 / ((1 - kept) / rope["factor"] + kept), rel_tol=1e-4):
+            raise UserError("the factors rope_freqs.weight are not those of Llama 3", "use the model's safetensors")
     return rope
 
 

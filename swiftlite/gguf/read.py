@@ -22,7 +22,7 @@ from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.gguf.architectures import conversions_of
-from swiftlite.gguf.foreign import Metadata, config_of, tokenizer_files
+from swiftlite.gguf.foreign import Metadata, config_of, not_read_by_transformers, tokenizer_files
 from swiftlite.gguf.header import check_header
 from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
@@ -279,3 +279,20 @@ def keys_of(file: Path) -> list[str]:
     """
     with readable(file):
         return list(open_reader(file).fields)
+
+
+def corrections_of(file: Path) -> dict[str, Any]:
+    """Return the values of config.json that transformers does not read from a file.
+
+    Raises:
+        UserError: the file is damaged, or config.json cannot state how it scales rotary positions.
+    """
+    with readable(file):
+        reader = open_reader(file)
+        fields = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+        values = {name: field.contents() for name, field in fields.items()}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        factors: list[float] = []
+        if "rope_freqs.weight" in tensors:
+            factors = numbers_of(tensors["rope_freqs.weight"]).flatten().tolist()
+        return not_read_by_transformers(Metadata(values, set(tensors)), factors)

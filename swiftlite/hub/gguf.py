@@ -27,6 +27,10 @@ READER = "swiftlite.gguf.read:GgufFile"
 """Class that reads files with heads. It is imported when a file is read, because it requires torch."""
 KEYS_OF = "swiftlite.gguf.read:keys_of"
 """Function that returns the keys of a file's metadata."""
+CORRECTIONS_OF = "swiftlite.gguf.read:corrections_of"
+"""Function that returns the values of config.json that transformers does not read from a file."""
+FORMAT = 2
+"""Number of the conversion, part of the name of a directory."""
 _KEYS = ("swiftlite.config", ".nextn_predict_layers")
 """Ends of keys of metadata of the files that `READER` reads: those of swiftlite, and those with MTP heads."""
 PACKAGES = ("gguf", "accelerate")
@@ -68,7 +72,7 @@ def _directory(file: Path) -> Path:
 
     status = file.stat()
     digest = _digest(file.resolve(), status.st_size, status.st_mtime_ns)
-    name = f"{digest[:32]}-transformers-{version('transformers')}"
+    name = f"{digest[:32]}-{FORMAT}-transformers-{version('transformers')}"
     return Path(constants.HF_HOME) / "swiftlite" / "gguf" / name
 
 
@@ -135,9 +139,24 @@ def _write_description(file: Path, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**named)
     except Exception as error:  # a parser of untrusted bytes can raise any exception
         raise _unreadable(file, error) from None
+    _correct(config, resolve_name(CORRECTIONS_OF)(file))
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     GenerationConfig.from_model_config(config).save_pretrained(directory)
+
+
+def _correct(config: Any, values: dict[str, Any]) -> None:
+    """Set values of a config that transformers did not read from a file."""
+    size = values.get("head_dim")
+    if size and size != getattr(config, "head_dim", config.hidden_size // config.num_attention_heads):
+        config.head_dim = size
+    rope = values.get("rope_parameters")
+    if rope is None:
+        return
+    # If windows have parameters of their own, llama.cpp scales only the positions of full attention.
+    own = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if own.get("rope_type", "default") == "default":  # transformers reads those of gpt-oss
+        own.update(rope)
 
 
 def _write_model(file: Path, directory: Path) -> None:
@@ -160,7 +179,10 @@ def _write_model(file: Path, directory: Path) -> None:
     # transformers cannot save a model that was read from GGUF, but it can save a new one with the same parameters.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
-    plain.load_state_dict(loaded.state_dict(), assign=True)
+    try:
+        plain.load_state_dict(loaded.state_dict(), assign=True)
+    except RuntimeError as error:  # transformers does not compare the shapes
+        raise _unreadable(file, error) from None
     plain.tie_weights()
     plain.save_pretrained(directory)
 

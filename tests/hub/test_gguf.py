@@ -4,14 +4,16 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGUFWriter, RopeScalingType
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import OptionError, UserError
@@ -32,8 +34,12 @@ def home(tmp_path, monkeypatch) -> Path:
     return tmp_path / "home"
 
 
-def write_gguf(path: Path, architecture: str) -> Path:
-    """Write a GGUF file with a tokenizer of a few words and without tensors."""
+def write_gguf(path: Path, architecture: str, more: Callable[[GGUFWriter], Any] = lambda writer: None) -> Path:
+    """Write a GGUF file with a tokenizer of a few words and without tensors.
+
+    Args:
+        more: adds further content.
+    """
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(2)
     writer.add_context_length(64)
@@ -50,8 +56,11 @@ def write_gguf(path: Path, architecture: str) -> Path:
     writer.add_token_types([3, 1, 1, 1])
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    if writer.tensors[0]:
+        writer.write_tensors_to_file()
     writer.close()
     return path
 
@@ -103,6 +112,60 @@ def test_the_description_of_a_file_needs_no_tensor(tmp_path, home):
     config = json.loads((directory / "config.json").read_text())
     assert (config["model_type"], config["num_hidden_layers"], config["eos_token_id"]) == ("llama", 2, 0)
     assert directory.is_relative_to(home / "swiftlite" / "gguf")
+
+
+def scaled(kind: RopeScalingType) -> Callable[[GGUFWriter], None]:
+    """Return a function that adds the keys of scaled rotary positions."""
+
+    def add(writer: GGUFWriter) -> None:
+        writer.add_rope_scaling_type(kind)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+
+    return add
+
+
+@pytest.mark.parametrize("kind", [RopeScalingType.LINEAR, RopeScalingType.YARN])
+def test_scaled_rotary_positions_are_read(tmp_path, kind):
+    config = config_of(write_gguf(tmp_path / "a.gguf", "qwen2", scaled(kind)))
+    rope = config["rope_parameters"]
+    expected = (kind.value, 4.0, 32)
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == expected
+
+
+def test_a_scaling_that_config_json_cannot_state_is_refused(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", "llama", scaled(RopeScalingType.LONGROPE))
+    with pytest.raises(UserError, match=naming("a.gguf 'longrope'")):
+        description_of(str(file))
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+
+
+def test_the_rotary_factors_of_llama_3_are_read(tmp_path):
+    """Files of Llama 3.1 and later contain only the factors, by which transformers divides the frequencies."""
+    reference = LlamaConfig(head_dim=64, rope_parameters=LLAMA3)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](reference, torch.device("cpu"))
+    factors = (5e5 ** -(torch.arange(32) / 32) / frequencies).numpy()
+
+    def with_factors(numbers):
+        return lambda writer: (writer.add_rope_freq_base(5e5), writer.add_tensor("rope_freqs.weight", numbers))
+
+    assert config_of(write_gguf(tmp_path / "a.gguf", "llama", with_factors(factors)))["rope_parameters"] == LLAMA3
+    other = write_gguf(tmp_path / "b.gguf", "llama", with_factors(factors * 2))
+    with pytest.raises(UserError, match=naming("b.gguf rope_freqs.weight")):
+        description_of(str(other))
+
+
+def config_of(file: Path) -> dict[str, Any]:
+    return json.loads((description_of(str(file)) / "config.json").read_text())
+
+
+def test_heads_of_any_size_are_read(tmp_path):
+    """transformers does not read the size of Qwen3's heads, and assumes 128."""
+    file = write_gguf(tmp_path / "a.gguf", "qwen3", lambda writer: writer.add_key_length(32))
+    assert config_of(file)["head_dim"] == 32
 
 
 def test_the_content_alone_says_which_model_it_is(tmp_path):
