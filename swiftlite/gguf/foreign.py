@@ -15,6 +15,7 @@ from swiftlite.gguf.tokenizer import DIGITS, GPT2, PRE_TOKENIZERS
 Config = dict[str, Any]
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's types of tokens
 _SIGMOID = 2  # llama.cpp's number of the gating function
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
 class Metadata:
@@ -308,8 +309,8 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
     """
     values = metadata.values
     pre = values.get("tokenizer.ggml.pre")
-    expressions = {name: found for found, name in PRE_TOKENIZERS.items()}.get(str(pre))
-    if values.get("tokenizer.ggml.model") != "gpt2" or expressions is None:
+    pre_tokenizer = pre_tokenizer_of(metadata)
+    if pre_tokenizer is None:
         known = ", ".join(sorted(PRE_TOKENIZERS.values()))
         raise UserError(
             f"the tokenizer of the GGUF file is not supported: model {values.get('tokenizer.ggml.model')!r}, "
@@ -324,19 +325,15 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
         if kind in (_CONTROL, _USER_DEFINED):
             token = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             added.append({"id": number, "content": text, **token, "special": kind == _CONTROL})
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    parts = [_pre_tokenizer(expression) for expression in expressions]
-    if parts[-1]["type"] != "ByteLevel":  # which would encode bytes twice
-        parts.append(level)
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts},
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
-        "decoder": level,
+        "decoder": _BYTES,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -360,6 +357,18 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
     if template := values.get("tokenizer.chat_template"):
         files["chat_template.jinja"] = str(template)
     return files
+
+
+def pre_tokenizer_of(metadata: Metadata) -> Config | None:
+    """Return the pre-tokenizer in tokenizer.json; None unless the tokenizer is byte-level BPE with a known one."""
+    names = {name: expressions for expressions, name in PRE_TOKENIZERS.items()}
+    expressions = names.get(str(metadata.values.get("tokenizer.ggml.pre")))
+    if metadata.values.get("tokenizer.ggml.model") != "gpt2" or expressions is None:
+        return None
+    parts = [_pre_tokenizer(expression) for expression in expressions]
+    if parts[-1]["type"] != "ByteLevel":  # which would encode bytes twice
+        parts.append(_BYTES)
+    return {"type": "Sequence", "pretokenizers": parts}
 
 
 def _pre_tokenizer(expression: str) -> Config:

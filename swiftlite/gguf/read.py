@@ -22,7 +22,13 @@ from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.gguf.architectures import conversions_of
-from swiftlite.gguf.foreign import Metadata, config_of, not_read_by_transformers, tokenizer_files
+from swiftlite.gguf.foreign import (
+    Metadata,
+    config_of,
+    not_read_by_transformers,
+    pre_tokenizer_of,
+    tokenizer_files,
+)
 from swiftlite.gguf.header import check_header
 from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
@@ -35,6 +41,8 @@ _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _MAX_SHARD_BYTES = 5_000_000_000
 _COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 """Copies of embedding and output layer in heads, which other programs also write."""
+
+_LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type", "tokenizer.ggml.scores")
 
 
 class GgufFile:
@@ -281,18 +289,21 @@ def keys_of(file: Path) -> list[str]:
         return list(open_reader(file).fields)
 
 
-def corrections_of(file: Path) -> dict[str, Any]:
-    """Return the values of config.json that transformers does not read from a file.
+def read_otherwise(file: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return what transformers does not read from a file: values of config.json, and the pre-tokenizer.
+
+    The pre-tokenizer is None if it is not known.
 
     Raises:
         UserError: the file is damaged, or config.json cannot state how it scales rotary positions.
     """
     with readable(file):
         reader = open_reader(file)
-        fields = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+        fields = {name: field for name, field in reader.fields.items() if not name.startswith(_LONG)}
         values = {name: field.contents() for name, field in fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         factors: list[float] = []
         if "rope_freqs.weight" in tensors:
             factors = numbers_of(tensors["rope_freqs.weight"]).flatten().tolist()
-        return not_read_by_transformers(Metadata(values, set(tensors)), factors)
+        metadata = Metadata(values, set(tensors))
+        return not_read_by_transformers(metadata, factors), pre_tokenizer_of(metadata)

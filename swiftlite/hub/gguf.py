@@ -9,6 +9,7 @@ of transformers. Directories are created atomically.
 
 import hashlib
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -21,14 +22,15 @@ from filelock import FileLock
 
 from swiftlite.atomic import fsync_tree, sync
 from swiftlite.errors import UserError, reason_of
+from swiftlite.json_file import read_json
 from swiftlite.log import logger
 
 READER = "swiftlite.gguf.read:GgufFile"
 """Class that reads files with heads. It is imported when a file is read, because it requires torch."""
 KEYS_OF = "swiftlite.gguf.read:keys_of"
 """Function that returns the keys of a file's metadata."""
-CORRECTIONS_OF = "swiftlite.gguf.read:corrections_of"
-"""Function that returns the values of config.json that transformers does not read from a file."""
+READ_OTHERWISE = "swiftlite.gguf.read:read_otherwise"
+"""Function that returns what transformers does not read from a file."""
 FORMAT = 2
 """Number of the conversion, part of the name of a directory."""
 _KEYS = ("swiftlite.config", ".nextn_predict_layers")
@@ -139,9 +141,14 @@ def _write_description(file: Path, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**named)
     except Exception as error:  # a parser of untrusted bytes can raise any exception
         raise _unreadable(file, error) from None
-    _correct(config, resolve_name(CORRECTIONS_OF)(file))
+    values, pre_tokenizer = resolve_name(READ_OTHERWISE)(file)
+    _correct(config, values)
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    if pre_tokenizer is not None:
+        path = directory / "tokenizer.json"
+        content = read_json(path) | {"pre_tokenizer": pre_tokenizer}
+        path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     GenerationConfig.from_model_config(config).save_pretrained(directory)
 
 

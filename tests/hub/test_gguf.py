@@ -34,11 +34,14 @@ def home(tmp_path, monkeypatch) -> Path:
     return tmp_path / "home"
 
 
-def write_gguf(path: Path, architecture: str, more: Callable[[GGUFWriter], Any] = lambda writer: None) -> Path:
+def write_gguf(
+    path: Path, architecture: str, more: Callable[[GGUFWriter], Any] = lambda writer: None, pre: str = "default"
+) -> Path:
     """Write a GGUF file with a tokenizer of a few words and without tensors.
 
     Args:
         more: adds further content.
+        pre: name of the pre-tokenizer.
     """
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(2)
@@ -51,10 +54,10 @@ def write_gguf(path: Path, architecture: str, more: Callable[[GGUFWriter], Any] 
     writer.add_rope_dimension_count(8)
     writer.add_vocab_size(4)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["<eos>", "a", "b", "ab"])
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["<eos>", "1", "2", "12"])
     writer.add_token_types([3, 1, 1, 1])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["1 2"])
     writer.add_eos_token_id(0)
     more(writer)
     writer.write_header_to_file()
@@ -166,6 +169,13 @@ def test_heads_of_any_size_are_read(tmp_path):
     """transformers does not read the size of Qwen3's heads, and assumes 128."""
     file = write_gguf(tmp_path / "a.gguf", "qwen3", lambda writer: writer.add_key_length(32))
     assert config_of(file)["head_dim"] == 32
+
+
+@pytest.mark.parametrize(("pre", "expected"), [("gpt-2", ["12"]), ("smollm", ["1", "2"])])
+def test_text_is_split_as_in_llamacpp(tmp_path, pre, expected):
+    """transformers ignores the name of the pre-tokenizer, and uses that of Llama 3 for all files of Llama."""
+    directory = description_of(str(write_gguf(tmp_path / "a.gguf", "llama", pre=pre)))
+    assert load_tokenizer(directory).tokenize("12") == expected
 
 
 def test_the_content_alone_says_which_model_it_is(tmp_path):
