@@ -76,7 +76,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
         format = format_of(hf_config)
     except UserError as error:
         return [error.problem]
-    found = as_read(stored, format)
+    found = as_read(Path(hf_dir), stored, format)
     entries = found.tensors
     problems += found.problems
     mtp = _mtp_on_disk(entries, family, hf_config)

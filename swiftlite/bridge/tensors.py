@@ -103,11 +103,32 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
     return entries, problems
 
 
-def as_read(stored: Mapping[str, Entry], format: Format | None) -> Found:
+def as_read(hf_dir: Path, stored: Mapping[str, Entry], format: Format | None) -> Found:
     """Return the tensors of files after decoding: single experts instead of stacks, and decoded tensors instead of
     codes and scales.
     """
+    if format is not None:
+        unused = _added_biases(hf_dir, stored)
+        stored = {key: entry for key, entry in stored.items() if key not in unused}
     return find_tensors(unfold(stored), format)
+
+
+def _added_biases(hf_dir: Path, stored: Mapping[str, Entry]) -> set[str]:
+    """Return the biases that AutoGPTQ added to a model without biases: all values are 0.
+
+    AutoGPTQ 0.7 writes a bias for every matrix (`make_quant` in modeling/_utils.py), and engines ignore those that the
+    model does not have. If a matrix has no bias, another program wrote the file, and zeros are the model's own.
+    """
+    biases = [key.removesuffix("qweight") + "bias" for key in stored if key.endswith(".qweight")]
+    if not all(bias in stored for bias in biases):
+        return set()
+    return {bias for bias in biases if _is_zero(hf_dir, stored[bias])}
+
+
+def _is_zero(hf_dir: Path, entry: Entry) -> bool:
+    with (hf_dir / entry.file).open("rb") as file:
+        file.seek(entry.offset)
+        return file.read(entry.nbytes) == bytes(entry.nbytes)
 
 
 class Checkpoint:
@@ -130,7 +151,7 @@ class Checkpoint:
     def __init__(self, hf_dir: str | Path, format: Format | None = None):
         self.hf_dir = Path(hf_dir)
         self.stored, problems = scan(hf_dir)
-        found = as_read(self.stored, format)
+        found = as_read(self.hf_dir, self.stored, format)
         self.entries, self.encoded = found.tensors, found.encoded
         problems += found.problems
         if problems:

@@ -231,6 +231,24 @@ def test_words_of_gptq_and_awq(tmp_path, make, part):
     check_slices(tmp_path, write(tmp_path, stored, quantization), whole, part)
 
 
+@pytest.mark.parametrize(
+    ("biases", "kept"),
+    [
+        ({"x": 0, "y": 0}, []),  # AutoGPTQ 0.7 adds them
+        ({"x": 0, "y": 1}, ["y.bias"]),
+        ({"x": 0}, ["x.bias"]),  # of the model, in a file of another program
+    ],
+)
+def test_biases_that_autogptq_adds(tmp_path, biases, kept):
+    stored, _, quantization = gptq(4, 16, "gptq", ordered=False)
+    tensors = {key.replace("x", module, 1): tensor.clone() for module in "xy" for key, tensor in stored.items()}
+    for module, value in biases.items():
+        tensors[f"{module}.bias"] = torch.full((ROWS,), value, dtype=torch.float16)
+    config = write(tmp_path, tensors, quantization)
+    with Checkpoint(tmp_path, format_of(config)) as checkpoint:
+        assert sorted(checkpoint.entries) == sorted(["x.weight", "y.weight", *kept])
+
+
 # FP8 without blocks
 
 
