@@ -6,19 +6,41 @@ token that the engine would draft. Going through the row step by step gives the 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
 
 
 @dataclass(frozen=True)
+class SourceCounts:
+    """The part of the counts of which drafts came from the text (n-grams) instead of the heads."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: "SourceCounts") -> "SourceCounts":
+        return SourceCounts(
+            self.drafts + other.drafts, self.drafted + other.drafted, self.accepted + other.accepted
+        )
+
+    def __neg__(self) -> "SourceCounts":
+        return SourceCounts(-self.drafts, -self.drafted, -self.accepted)
+
+
+@dataclass(frozen=True)
 class DraftCounts:
-    """Counts of speculative decoding: steps, draft tokens, and accepted tokens at each draft position."""
+    """Counts of speculative decoding: steps, draft tokens, and accepted tokens at each draft position.
+
+    Attributes:
+        ngram: the part of them that n-grams drafted, if the engine reports it.
+    """
 
     drafts: int
     drafted: int
     accepted_per_position: tuple[int, ...]
+    ngram: SourceCounts = SourceCounts()
 
     @property
     def accepted(self) -> int:
@@ -27,20 +49,26 @@ class DraftCounts:
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
         pairs = zip(self.accepted_per_position, other.accepted_per_position, strict=True)
         return DraftCounts(
-            self.drafts + other.drafts, self.drafted + other.drafted, tuple(mine + its for mine, its in pairs)
+            self.drafts + other.drafts,
+            self.drafted + other.drafted,
+            tuple(mine + its for mine, its in pairs),
+            self.ngram + other.ngram,
         )
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
         """Return these counts minus the earlier counts `before`."""
         pairs = zip(self.accepted_per_position, before.accepted_per_position, strict=True)
         return DraftCounts(
-            self.drafts - before.drafts, self.drafted - before.drafted, tuple(now - then for now, then in pairs)
+            self.drafts - before.drafts,
+            self.drafted - before.drafted,
+            tuple(now - then for now, then in pairs),
+            self.ngram + -before.ngram,
         )
 
     def to_json(self) -> dict[str, object]:
         """Return the counts in the format of acceptance.json; rates are 0 if no token was drafted."""
         steps = max(self.drafts, 1)
-        return {
+        counts: dict[str, object] = {
             "drafts": self.drafts,
             "drafted": self.drafted,
             "accepted": self.accepted,
@@ -48,6 +76,9 @@ class DraftCounts:
             "acceptance_per_position": [count / steps for count in self.accepted_per_position],
             "mean_accepted_length": 1 + self.accepted / steps,
         }
+        if self.ngram.drafts:
+            counts["ngram"] = asdict(self.ngram)
+        return counts
 
 
 class DraftStep(NamedTuple):

@@ -13,6 +13,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.ngram import Ngrams
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 
@@ -97,6 +98,8 @@ class EngineConfig:
             the image tower is not loaded.
         draws_drafts: whether drafts are sampled if the temperature is above 0; otherwise the most likely token is
             drafted. Only for engines that need this setting at start. Greedy requests are not affected.
+        ngrams: drafts from the text, which replace those of the heads where the text matches; in engines with
+            `EngineInfo.joins_ngrams`. None: only the heads draft.
         draft_schedule: the number of draft tokens by the number of prompts in progress, at most
             `num_speculative_tokens`, in engines with `EngineInfo.takes_draft_schedule`.
     """
@@ -115,6 +118,7 @@ class EngineConfig:
     max_images: int = 0
     draws_drafts: bool = False
     draft_schedule: DraftSchedule | None = None
+    ngrams: Ngrams | None = None
 
 
 OnAnswer = Callable[[int, Completion], None]
@@ -127,7 +131,7 @@ class Engine(Protocol):
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Number of tokens drafted per step; 0 without speculation."""
+        """Maximum number of tokens drafted per step; 0 without speculation."""
         ...
 
     def generate(

@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.acceptance.counts import DraftCounts, SourceCounts
 from swiftlite.bridge.encoding.expert_stack import stack_as_in_files
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
@@ -69,7 +69,9 @@ class TransformersEngine:
             num_tokens = model.heads.drafts
         if num_tokens or config.num_speculative_tokens is None:
             require_heads(model)
-        self.num_speculative_tokens = num_tokens
+        self._num_head_tokens = num_tokens
+        self._ngrams = config.ngrams
+        self.num_speculative_tokens = max(num_tokens, config.ngrams.max_tokens) if config.ngrams else num_tokens
         self._load_trunk(model)
         longest = self._decoder.config.get_text_config().max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
@@ -77,7 +79,7 @@ class TransformersEngine:
         self._heads = None
         if num_tokens:
             self._heads = load_heads(model, self._decoder)
-        self._counts = DraftCounts(0, 0, (0,) * num_tokens)
+        self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
 
     def _load_trunk(self, model: HfModel) -> None:
         trunk: Any = load_trunk(replace(self._config, model=model))
@@ -156,6 +158,7 @@ class TransformersEngine:
         fed = None  # trunk states of the last pass that heads read
         while True:
             drafted_ids, drawn_from = _draft(drafter, ids, fed)
+            drafted_ids, is_ngram = self._with_ngrams(drafted_ids, ids, fed, is_drawn=processor is not None)
             drafts = drafted_ids[0, ids.shape[1] :]
             num_drafted = len(drafts)
             begin = None
@@ -170,14 +173,16 @@ class TransformersEngine:
                 logits = processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
                 p = logits.softmax(dim=-1)
                 q = p[:0]
-                if drawn_from is not None:
+                if is_ngram:  # certain drafts
+                    q = torch.nn.functional.one_hot(drafts, p.shape[1]).to(p.dtype)
+                elif drawn_from is not None:
                     q = drawn_from[0].softmax(dim=-1)
                 tokens = verify(drafts, q, p, generator)
             num_accepted = len(tokens) - 1
             draft_depths += [*range(1, num_accepted + 1), 0]
             if sampling.log_p:
                 log_p += _log_probabilities(logits, tokens)
-            self._count(num_drafted, num_accepted)
+            self._count(num_drafted, num_accepted, is_ngram)
             if num_drafted > num_accepted:
                 assert begin is not None
                 self._roll_back(new_ids, num_drafted - num_accepted, cache, begin, images)
@@ -207,7 +212,7 @@ class TransformersEngine:
             self._decoder,
             self._draft_output,
             self._heads,
-            self.num_speculative_tokens,
+            self._num_head_tokens,
             self._drafting,
             processor,
             generator,
@@ -251,10 +256,26 @@ class TransformersEngine:
         begin.restore()
         self._states(ids[:, : ids.shape[1] - number], cache, images)
 
-    def _count(self, num_drafted: int, num_accepted: int) -> None:
+    def _with_ngrams(
+        self, drafted_ids: torch.Tensor, ids: torch.Tensor, fed: torch.Tensor | None, *, is_drawn: bool
+    ) -> tuple[torch.Tensor, bool]:
+        """Return the ids [1, S] with drafts from the text instead of those of the heads where the text matches, and
+        whether it does.
+
+        The heads have drafted all the same, so that their caches contain every accepted token.
+        """
+        if self._ngrams is None or fed is None:  # as for heads, the first token of an answer follows from the prompt
+            return drafted_ids, False
+        drafts = self._ngrams.propose(ids[0].cpu().numpy(), is_drawn=is_drawn)
+        if not drafts:
+            return drafted_ids, False
+        return torch.cat((ids, ids.new_tensor([drafts])), dim=1), True
+
+    def _count(self, num_drafted: int, num_accepted: int, is_ngram: bool) -> None:
         if num_drafted:
             accepted = tuple(int(position < num_accepted) for position in range(self.num_speculative_tokens))
-            self._counts += DraftCounts(1, num_drafted, accepted)
+            ngram = SourceCounts(1, num_drafted, num_accepted) if is_ngram else SourceCounts()
+            self._counts += DraftCounts(1, num_drafted, accepted, ngram)
 
 
 def load_trunk(config: EngineConfig) -> PreTrainedModel:

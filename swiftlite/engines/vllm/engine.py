@@ -28,6 +28,7 @@ from swiftlite.engines.vllm.options import (
     memory_on_cpu,
     speculative_config,
     with_backend_of_trunk,
+    with_ngrams,
 )
 from swiftlite.errors import UserError
 
@@ -223,7 +224,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "enforce_eager": is_on_cpu(),  # compilation takes minutes and saves little on a CPU
         **attention,
         **loading_options(config.model, config.engine_kwargs),
-        "speculative_config": drafting,
+        **with_ngrams(config, drafting),
         # The number of accepted drafts of each request. vLLM rejects the option if it does not draft.
         "per_request_spec_decode_metrics": "summary" if drafting else None,
         "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},

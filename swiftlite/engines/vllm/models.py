@@ -64,6 +64,7 @@ from swiftlite.engines.loading.head_weights import (
     single_experts,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
+from swiftlite.engines.vllm.ngram_drafts import head_tokens
 from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
@@ -303,7 +304,7 @@ class MtpDraft(nn.Module):
         config: Any = speculative.draft_model_config.hf_config
         self.config = config
         depth = heads_of(config).layers
-        check_draft_steps(speculative.num_speculative_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)
+        check_draft_steps(head_tokens(vllm_config), depth, runs_all_heads=vllm_config.use_v2_model_runner)
         # KV caches have the names of layers, which must differ from the trunk's model.layers.*.
         layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
         self.model = MtpHeads(

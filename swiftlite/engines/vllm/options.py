@@ -68,6 +68,38 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
 
 
+def with_ngrams(config: EngineConfig, speculative: dict[str, Any] | None) -> dict[str, Any]:
+    """Return vLLM's options for drafting: `speculative_config`, and those for drafts from the text, if there are any.
+
+    Args:
+        speculative: result of `speculative_config`.
+
+    Raises:
+        UserError: vLLM does not support drafts from the text beside those of heads on this machine.
+    """
+    from swiftlite.engines.vllm import ngram_drafts
+    from swiftlite.engines.vllm.plugin import has_multi_module_runner
+
+    ngrams = config.ngrams
+    if ngrams is None or speculative is None:
+        return {"speculative_config": speculative}
+    if speculative["method"] != "mtp" or has_multi_module_runner():
+        raise UserError(
+            "--speculative mtp,ngram requires MTP heads and vLLM's older model runner, which it uses without Triton",
+            "use --speculative mtp, or set VLLM_USE_V2_MODEL_RUNNER=0",
+        )
+    of_heads = speculative["num_speculative_tokens"]
+    layers = max(config.model.heads.layers, 1)
+    # vLLM requires a multiple of the number of heads.
+    most = -(-max(of_heads, ngrams.max_tokens) // layers) * layers
+    return {
+        "speculative_config": {**speculative, "num_speculative_tokens": most},
+        "additional_config": ngram_drafts.settings_of(ngrams, of_heads),
+        # With asynchronous scheduling, the scheduler does not see the drafts.
+        "async_scheduling": False,
+    }
+
+
 def asked_tokens(config: EngineConfig) -> int | None:
     """Return the number of draft tokens per step that the user set; None for the default."""
     if config.speculative_config is None:

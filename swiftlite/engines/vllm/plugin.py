@@ -25,7 +25,7 @@ from vllm.triton_utils import HAS_TRITON
 from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
-from swiftlite.engines.vllm import cpu_sampling, draft_slots
+from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from swiftlite.heads import KEYS
 
@@ -170,6 +170,7 @@ def register() -> None:
         with suppress(ValueError):  # already registered
             WeightTransferEngineFactory.register_engine(BACKENDS[transport], _TRANSFER, receiver)
     draft_slots.install()
+    ngram_drafts.install()
     if not HAS_TRITON:
         cpu_sampling.install()
     if current_platform.is_cpu():

@@ -1,0 +1,144 @@
+"""Join drafts from the text (`engines/ngram.py`) with those of the heads, in vLLM's older model runner.
+
+vLLM 0.32 has one drafter per engine: heads draft a tensor of a fixed width, n-grams a list of any length for each
+request. With `additional_config={"swiftlite_ngrams": {...}}`,
+
+- the heads draft at most `head_tokens` tokens, although `num_speculative_tokens`, for which vLLM reserves space, is the
+  largest number of drafts from the text;
+- before the drafts are handed to the scheduler, those of a request whose text matches are replaced. The scheduler
+  accepts lists of different lengths, as it does from vLLM's own n-gram drafter. The next step of the heads computes the
+  keys of all accepted tokens, so it does not matter who drafted them;
+- where drafts are verified with the probabilities that they were sampled from, a draft from the text has probability 1.
+
+The place of the replacements (v1/worker/gpu_model_runner.py): `take_draft_token_ids` is called when the tokens of the
+step are known, unlike `propose_draft_token_ids`. With asynchronous scheduling vLLM does not call it, so
+`engines/vllm/options.py` disables this. Without the replacements, tests/e2e/test_ngrams.py fails.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import wraps
+from typing import Any
+
+import torch
+
+from swiftlite.engines.ngram import Ngrams
+
+NAME = "swiftlite_ngrams"
+"""Key of the settings in vLLM's `additional_config`."""
+_HEAD_TOKENS = "head_tokens"
+
+
+def settings_of(ngrams: Ngrams, head_tokens: int) -> dict[str, Any]:
+    """Return the value of `additional_config`.
+
+    Args:
+        head_tokens: number of tokens that the heads draft.
+    """
+    return {NAME: asdict(ngrams) | {_HEAD_TOKENS: head_tokens}}
+
+
+def _given(vllm_config: Any) -> dict[str, Any] | None:
+    """Return a copy of the settings of an engine; None if only the heads draft."""
+    found = vllm_config.additional_config
+    if isinstance(found, Mapping) and NAME in found:
+        return dict(found[NAME])
+    return None
+
+
+def head_tokens(vllm_config: Any) -> int:
+    """Return the number of tokens that the heads draft."""
+    number = vllm_config.speculative_config.num_speculative_tokens
+    settings = _given(vllm_config)
+    return number if settings is None else min(number, settings[_HEAD_TOKENS])
+
+
+def with_head_tokens(propose: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return vLLM's method that drafts with the heads, for their own number of tokens."""
+
+    @wraps(propose)
+    def propose_some(proposer: Any, *others: Any, num_speculative_tokens: int, **named: Any) -> torch.Tensor:
+        """Return the drafts, [requests, tokens]."""
+        number = min(num_speculative_tokens, head_tokens(proposer.vllm_config))
+        return propose(proposer, *others, num_speculative_tokens=number, **named)
+
+    return propose_some
+
+
+def with_ngrams(take_draft_token_ids: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return vLLM's method that hands drafts to the scheduler, with drafts from the text where it matches."""
+
+    @wraps(take_draft_token_ids)
+    def take(runner: Any) -> Any:
+        """Return the `DraftTokenIds` of all requests."""
+        found = take_draft_token_ids(runner)
+        settings = _given(runner.vllm_config)
+        runner.swiftlite_ngram_requests = set()
+        if found is None or settings is None:
+            return found
+        del settings[_HEAD_TOKENS]
+        ngrams = Ngrams(**settings)
+        batch = runner.input_batch
+        for place, request in enumerate(found.req_ids):
+            index = batch.req_id_to_index.get(request)
+            if index is None or not found.draft_token_ids[place]:  # the heads do not draft at this load
+                continue
+            text = batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]]
+            is_drawn = bool(batch.temperature_cpu[index] > 0)
+            if drafts := ngrams.propose(text, is_drawn=is_drawn):
+                found.draft_token_ids[place] = drafts
+                runner.swiftlite_ngram_requests.add(request)
+        return found
+
+    return take
+
+
+def draft_probabilities(runner: Any, metadata: Any) -> torch.Tensor | None:
+    """Return the probabilities [drafts of all requests, vocabulary] that drafts are verified with.
+
+    This is vLLM's `_get_spec_decode_draft_probs` for requests of which some have drafts from the text.
+
+    Returns:
+        None if all drafts are certain.
+    """
+    known, requests = runner._draft_probs, runner._draft_prob_req_ids
+    if known is None or requests is None:
+        return None
+    places = {request: place for place, request in enumerate(requests)}
+    parts, first = [], 0
+    for request, number in zip(runner.input_batch.req_ids, metadata.num_draft_tokens, strict=True):
+        if not number:
+            continue
+        drafts = metadata.draft_token_ids[first : first + number].long()
+        first += number
+        if request in runner.swiftlite_ngram_requests:
+            parts.append(torch.nn.functional.one_hot(drafts, known.size(-1)).to(known.dtype))
+        else:
+            parts.append(known[places[request], :number])
+    return torch.cat(parts).contiguous() if parts else None
+
+
+def with_certain_drafts(stock: Callable[[Any, Any], torch.Tensor | None]) -> Callable[[Any, Any], torch.Tensor | None]:
+    """Return vLLM's method, for engines without n-grams, or `draft_probabilities`."""
+
+    @wraps(stock)
+    def probabilities(runner: Any, metadata: Any) -> torch.Tensor | None:
+        """Return probabilities of drafts."""
+        if _given(runner.vllm_config) is None:
+            return stock(runner, metadata)
+        return draft_probabilities(runner, metadata)
+
+    return probabilities
+
+
+def install() -> None:
+    """Replace vLLM's methods; repeated calls have no effect."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if hasattr(SpecDecodeBaseProposer.propose, "__wrapped__"):
+        return
+    SpecDecodeBaseProposer.propose = with_head_tokens(SpecDecodeBaseProposer.propose)
+    GPUModelRunner.take_draft_token_ids = with_ngrams(GPUModelRunner.take_draft_token_ids)
+    stock = GPUModelRunner._get_spec_decode_draft_probs
+    GPUModelRunner._get_spec_decode_draft_probs = with_certain_drafts(stock)
