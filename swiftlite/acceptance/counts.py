@@ -21,9 +21,7 @@ class SourceCounts:
     accepted: int = 0
 
     def __add__(self, other: "SourceCounts") -> "SourceCounts":
-        return SourceCounts(
-            self.drafts + other.drafts, self.drafted + other.drafted, self.accepted + other.accepted
-        )
+        return SourceCounts(self.drafts + other.drafts, self.drafted + other.drafted, self.accepted + other.accepted)
 
     def __neg__(self) -> "SourceCounts":
         return SourceCounts(-self.drafts, -self.drafted, -self.accepted)

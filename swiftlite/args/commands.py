@@ -206,10 +206,10 @@ class BenchArgs(fields.VllmArgs, fields.ImageFileArgs, fields.BenchmarkArgs, fie
 
 def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
     """Return the options with which `deploy` starts the server that `bench` measures."""
-    speculative: Literal["none", "mtp"] = "none"
+    speculative: fields.Speculative = "none"
     num_tokens = config = None
     if num_speculative_tokens > 0:
-        speculative = "mtp"
+        speculative = args.speculative
         num_tokens = num_speculative_tokens
         if args.vllm_speculative_config is not None:
             config = {**args.vllm_speculative_config, "num_speculative_tokens": num_tokens}

@@ -575,14 +575,18 @@ class ProfilingArgs:
     """Ranks to profile."""
 
 
+Speculative = Literal["none", "mtp", "mtp,ngram"]
+
+
 @dataclass(frozen=True)
 class EngineArgs:
     """Engine"""
 
     infer_backend: str = "transformers"
     """Engine that generates."""
-    speculative: Literal["none", "mtp"] = "none"
-    """mtp: the checkpoint's heads draft tokens and the trunk verifies them."""
+    speculative: Speculative = "none"
+    """mtp: the checkpoint's heads draft tokens and the trunk verifies them. mtp,ngram: where the last tokens occurred
+    before in prompt or answer, the tokens that followed them are drafted instead."""
     draft_confidence: bounds.Fraction | None = None
     """Stop drafting in a step after a draft whose probability is below this threshold; the output does not change.
     `swiftlite evaluate` finds the fastest value. Default: always draft --num_speculative_tokens."""
@@ -643,8 +647,9 @@ class ServerArgs:
 
     infer_backend: str = "vllm"
     """Engine whose OpenAI-compatible server is started."""
-    speculative: Literal["none", "mtp"] | None = None
-    """mtp: the checkpoint's heads draft tokens and the trunk verifies them. Default: mtp if there are heads."""
+    speculative: Speculative | None = None
+    """mtp: the checkpoint's heads draft tokens and the trunk verifies them. mtp,ngram: where the last tokens occurred
+    before in prompt or answer, the tokens that followed them are drafted instead. Default: mtp if there are heads."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 means all addresses of this machine."""
     port: bounds.Port = 8000
@@ -728,8 +733,10 @@ class BenchmarkArgs:
     """Directory for bench.json, bench.svg, bench.html and the servers' logs; may exist."""
     infer_backend: str = "vllm"
     """Engine whose server is measured, started as by `deploy`."""
+    speculative: Literal["mtp", "mtp,ngram"] = "mtp"
+    """Drafts of the servers with drafts, as in deploy."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
-    """Numbers of draft tokens per step to measure, with one server each; must include 0."""
+    """Numbers of draft tokens of the heads per step to measure, with one server each; must include 0."""
     concurrency: list[int] = field(default_factory=lambda: [1, 8, 32])
     """Numbers of concurrent requests to measure."""
     rounds: bounds.PositiveInt = 5

@@ -60,3 +60,8 @@ class Ngrams:
         period = len(text) - begin
         number = min(2 * length - 1, self.max_tokens)
         return [int(text[begin + index % period]) for index in range(number)]
+
+
+def ngrams_of(speculative: str | None) -> Ngrams | None:
+    """Return the drafts from the text that an option `--speculative` selects; None if it selects none."""
+    return Ngrams() if speculative == "mtp,ngram" else None

@@ -39,8 +39,8 @@ def speculation_has_heads(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
         return
     why = common.no_heads(facts)
     hint = f"remove it, or {common.TRAIN_HEADS}"
-    if args.speculative == "mtp":
-        yield f"--speculative mtp requires MTP heads; {why}", hint
+    if args.speculative not in (None, "none"):
+        yield f"--speculative {args.speculative} requires MTP heads; {why}", hint
     elif args.speculative is None:
         for name in given_of_drafting(args):
             yield f"--{name} requires MTP heads; {why}", hint
@@ -172,6 +172,7 @@ RULES = (
     live_weights_are_guarded,
     requests_are_logged_as_rows,
     engine_options.options_of_engines_agree,
+    engine_options.ngrams_have_their_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,
 )
 NOTES = ()

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.command_line import shell_line
-from swiftlite.args.commands import DeployArgs, EvaluateArgs, ExportArgs, GenerationCommand, InferArgs, SpeedupArgs
+from swiftlite.args.commands import (
+    BenchArgs,
+    DeployArgs,
+    EvaluateArgs,
+    ExportArgs,
+    GenerationCommand,
+    InferArgs,
+    SpeedupArgs,
+)
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
@@ -66,6 +74,13 @@ def draft_confidence_has_its_engine(args: GenerationCommand | EvaluateArgs, fact
         flag = f"--draft_confidence {shell_line(args.draft_confidence)}"
         problem = f"{flag} is not supported with --infer_backend {args.infer_backend}"
         yield problem, f"use --infer_backend {' or '.join(takers)}, or remove --draft_confidence"
+
+
+def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> Iterator[Problem]:
+    joining = [info.name for info in ENGINES.values() if info.joins_ngrams]
+    if args.speculative == "mtp,ngram" and args.infer_backend not in joining:
+        problem = f"--speculative mtp,ngram is not supported with --infer_backend {args.infer_backend}"
+        yield problem, f"use --infer_backend {' or '.join(joining)}, or --speculative mtp"
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

@@ -14,25 +14,24 @@ def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Pro
     if isinstance(args, InferArgs) and args.adapters:
         return  # adapters may include heads
     config = facts.directory / "config.json"
-    if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
-        problem = f"--speculative mtp requires MTP heads; {common.no_heads(facts)}"
+    if args.speculative != "none" and config.is_file() and facts.hf_config and not facts.heads.layers:
+        problem = f"--speculative {args.speculative} requires MTP heads; {common.no_heads(facts)}"
         yield problem, f"remove it, or {common.TRAIN_HEADS}"
 
 
 def speculative_options_have_speculation(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
-    if args.speculative == "mtp":
+    if args.speculative != "none":
         return
     for name, value in engine_options.given_of_speculation(args).items():
         yield f"--{name} {shell_line(value)} requires --speculative mtp", "add --speculative mtp"
 
 
 def what_is_measured_has_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:
-    if args.speculative == "mtp":
-        return
-    if args.compare:
+    if args.compare and args.speculative == "none":
         yield "--compare requires --speculative mtp", "add --speculative mtp"
-    if args.acceptance_json is not None:
-        yield "--acceptance_json requires --speculative mtp", "add --speculative mtp"
+    # acceptance.json has the acceptance of the heads alone.
+    if args.acceptance_json is not None and args.speculative != "mtp":
+        yield "--acceptance_json requires --speculative mtp", "use --speculative mtp"
 
 
 def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
@@ -82,6 +81,7 @@ RULES = (
     engine_options.engine_is_installed,
     engine_options.engine_runs_the_family,
     engine_options.draft_confidence_has_its_engine,
+    engine_options.ngrams_have_their_engine,
     engine_options.options_have_their_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,
     acceptance_json_fits,

@@ -75,7 +75,7 @@ def server_command(args: DeployArgs, model: HfModel) -> ServerCommand:
     Raises:
         UserError: the engine would not draft with the checkpoint's heads, or --draft_schedule is for another engine.
     """
-    drafts = args.speculative == "mtp" or (args.speculative is None and model.heads.layers > 0)
+    drafts = args.speculative not in (None, "none") or (args.speculative is None and model.heads.layers > 0)
     schedule = None
     if args.draft_schedule:
         schedule = read_schedule(Path(args.draft_schedule), args.infer_backend)

@@ -26,6 +26,7 @@ from swiftlite.data.template import load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import Terminated, raises_at_sigterm
+from swiftlite.engines.ngram import ngrams_of
 from swiftlite.engines.prompts import PromptEncoder, most_images, needed_length
 from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
 from swiftlite.errors import UserError
@@ -84,7 +85,7 @@ def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[PromptEnco
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
     encoder = PromptEncoder.open(args, model, tokenizer, ENGINES[args.infer_backend])
     stops = stop_token_ids(encoder.template, model.directory)
-    if args.speculative == "mtp":
+    if args.speculative != "none":
         log_untrained_drafts(model, args.num_speculative_tokens)
     sampling = Sampling(
         args.max_new_tokens,
@@ -294,7 +295,7 @@ def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int, m
     """
     info = ENGINES[args.infer_backend]
     num_tokens: int | None = 0
-    if args.speculative == "mtp":
+    if args.speculative != "none":
         num_tokens = args.num_speculative_tokens
     return EngineConfig(
         model=model,
@@ -308,6 +309,7 @@ def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int, m
         speculative_config=info.speculative_config(args),
         max_images=max_images,
         draws_drafts=args.temperature > 0,
+        ngrams=ngrams_of(args.speculative),
     )
 
 

@@ -12,6 +12,7 @@ TRANSFORMERS = EngineInfo(
     convention="swiftlite.conventions.convention:as_trained",
     is_required=True,
     takes_draft_confidence=True,
+    joins_ngrams=True,
     draws_rollouts=True,
     is_batched=False,
     supports_images=True,

@@ -38,6 +38,7 @@ VLLM = EngineInfo(
     serves_adapters=True,
     draws_rollouts=True,
     takes_draft_schedule=True,
+    joins_ngrams=True,
     takes_live_weights=True,
     logs_requests=True,
     options_class=VllmArgs,

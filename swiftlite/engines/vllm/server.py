@@ -10,6 +10,7 @@ from swiftlite.bridge.adapters.files import SavedAdapter, read_adapter
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.ngram import ngrams_of
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.request_log import middleware as request_log
 from swiftlite.engines.server_command import ServerCommand, api_keys, flags
@@ -46,6 +47,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         num_speculative_tokens=num_tokens,
         speculative_config=args.vllm_speculative_config,
         draws_drafts=True,  # each request has a separate temperature
+        ngrams=ngrams_of(args.speculative),
     )
     attention = options.attention_options(model, args.torch_dtype)
     speculative = options.with_backend_of_trunk(options.speculative_config(config), attention)
@@ -62,7 +64,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         "enforce_eager": options.is_on_cpu() or None,  # compilation takes minutes and saves little on a CPU
         **attention,
         **options.loading_options(model, VLLM.engine_kwargs(args)),
-        "speculative_config": speculative,
+        **options.with_ngrams(config, speculative),
     }
     if model.config.get("vision_config"):
         given["allowed_media_domains"] = NO_DOMAINS
