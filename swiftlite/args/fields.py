@@ -775,6 +775,9 @@ class SpeedupOptions:
     """With --dataset: share of prompts that the model writes itself."""
     infer_backend: str = "vllm"
     """Engine that answers the prompts and serves the model."""
+    torch_dtype: Literal["bfloat16", "float32"] | None = None
+    """Dtype of the parameters. Default: float32 for vLLM on a processor without instructions for bfloat16, otherwise
+    bfloat16."""
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
     """Numbers of concurrent requests at which the speed is measured at the end."""
     max_new_tokens: bounds.PositiveInt = 128

@@ -9,11 +9,12 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.errors import UserError
+from swiftlite.runtime.environment import has_bfloat16_instructions, sees_gpu
 
 if TYPE_CHECKING:
     from swiftlite.conventions.convention import Convention
@@ -68,6 +69,8 @@ class EngineInfo:
         image_install: command to install `image_packages`.
         memory_option: keyword argument of the engine for its share of a GPU's memory; "" if it takes what it needs.
         supports_draft_vocab: whether the engine uses the draft vocabulary of heads, which makes drafts cheaper.
+        emulates_bfloat16: whether the engine is slower in bfloat16 than in float32 on a processor without instructions
+            for bfloat16.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
             classes; None if the engine has no options. The name of each option starts with the engine's name.
         read_speculative_config: function that returns the speculative options that the user set in a command's options,
@@ -117,6 +120,7 @@ class EngineInfo:
     image_install: str = ""
     memory_option: str = ""
     supports_draft_vocab: bool = True
+    emulates_bfloat16: bool = False
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None
     rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()
@@ -137,6 +141,13 @@ class EngineInfo:
         if self.locate:
             return resolve_name(self.locate)() is not None
         return importlib.util.find_spec(self.package) is not None
+
+    @property
+    def fastest_dtype(self) -> Literal["bfloat16", "float32"]:
+        """The --torch_dtype with which the engine is fastest on this machine."""
+        if self.emulates_bfloat16 and not sees_gpu() and not has_bfloat16_instructions():
+            return "float32"
+        return "bfloat16"
 
     def runs(self, family: str) -> bool:
         """Return whether the engine runs the trunk of a family."""

@@ -81,4 +81,4 @@ RULES = (
     speculative_config_leaves_the_number,
     deploy_would_start_them,
 )
-NOTES = ()
+NOTES = (engine_options.float32_can_be_faster,)

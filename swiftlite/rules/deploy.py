@@ -175,4 +175,4 @@ RULES = (
     engine_options.ngrams_have_their_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,
 )
-NOTES = ()
+NOTES = (engine_options.float32_can_be_faster,)

@@ -76,6 +76,17 @@ def draft_confidence_has_its_engine(args: GenerationCommand | EvaluateArgs, fact
         yield problem, f"use --infer_backend {' or '.join(takers)}, or remove --draft_confidence"
 
 
+def float32_can_be_faster(args: EngineCommand | EvaluateArgs | BenchArgs, facts: Facts) -> Iterator[str]:
+    info = ENGINES.get(args.infer_backend)
+    if info is None or "quantization_config" in facts.hf_config:
+        return
+    if args.torch_dtype == "bfloat16" and info.fastest_dtype == "float32":
+        yield (
+            f"--torch_dtype bfloat16: this processor has no instructions for bfloat16, so {info.label} is slow in it, "
+            "and drafts can make it slower; --torch_dtype float32 is faster"
+        )
+
+
 def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> Iterator[Problem]:
     joining = [info.name for info in ENGINES.values() if info.joins_ngrams]
     if args.speculative == "mtp,ngram" and args.infer_backend not in joining:

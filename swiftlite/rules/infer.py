@@ -89,4 +89,4 @@ RULES = (
     comparison_has_prompts,
     common.images_have_a_place_and_a_size,
 )
-NOTES = (settings_without_effect, chat_has_no_images, length_is_the_models)
+NOTES = (engine_options.float32_can_be_faster, settings_without_effect, chat_has_no_images, length_is_the_models)

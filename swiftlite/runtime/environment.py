@@ -60,6 +60,20 @@ def sees_gpu() -> bool:
     return has_nvidia_driver() and not is_hidden and torch_cuda() is not None
 
 
+def has_bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the processor multiplies in bfloat16 (AMX or AVX512-BF16 on x86-64). True if this is unknown.
+
+    Args:
+        cpuinfo: file in which Linux describes the processors.
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return True
+    features = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), None)
+    return features is None or bool(features & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
 def describe_machine() -> dict[str, Any]:
     """Return the platform, CPUs, GPUs and load of this machine."""
     gpus = []

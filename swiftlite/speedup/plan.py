@@ -138,7 +138,7 @@ class Commands:
 
     def _model(self, model: str) -> list[str]:
         args = self.args
-        words = ["--model", model, "--torch_dtype", args.torch_dtype]
+        words = ["--model", model, "--torch_dtype", args.torch_dtype or ENGINES[args.infer_backend].fastest_dtype]
         if args.trust_remote_code:
             words += ["--trust_remote_code", "true"]
         return words

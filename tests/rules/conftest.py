@@ -28,3 +28,9 @@ def here(tmp_path, monkeypatch):
     Path("run/args.json").write_text("{}")
     Path("run/source/config.json").write_text(json.dumps(config))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_everywhere(monkeypatch):
+    """Notes do not depend on the processor that runs the tests."""
+    monkeypatch.setattr("swiftlite.engines.info.has_bfloat16_instructions", lambda: True)

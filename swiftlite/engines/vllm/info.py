@@ -39,6 +39,7 @@ VLLM = EngineInfo(
     draws_rollouts=True,
     takes_draft_schedule=True,
     joins_ngrams=True,
+    emulates_bfloat16=True,
     takes_live_weights=True,
     logs_requests=True,
     options_class=VllmArgs,
