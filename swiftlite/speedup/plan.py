@@ -128,8 +128,11 @@ class Commands:
         most = max(1, sum(share >= MIN_ACCEPTED for share in accepted))
         output = self.directory / name / "bench"
         words = ["bench", *self._model(self.path_of(name)), "--val_dataset", str(self.directory / HELD_OUT)]
-        words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens"]
-        words += map(str, range(most + 1))
+        words += ["--infer_backend", args.infer_backend]
+        if ENGINES[args.infer_backend].joins_ngrams:
+            words += ["--speculative", "mtp,ngram"]
+            most = most if rounds > 1 else 1  # each number costs the start of a server; the text drafts further tokens
+        words += ["--num_speculative_tokens", *map(str, range(most + 1))]
         max_prompts = max(MIN_BENCH_PROMPTS, *args.concurrency)
         words += ["--concurrency", *map(str, args.concurrency), "--max_prompts", str(max_prompts)]
         words += ["--rounds", str(rounds)]
