@@ -233,6 +233,13 @@ def summary(result: Answers, plain: Answers | None = None, temperature: float = 
             f"drafted {counts.drafted}, accepted {counts.accepted} ({counts.accepted / counts.drafted:.1%}); "
             f"by position {per_position}; mean accepted length {1 + counts.accepted / counts.drafts:.2f}"
         )
+    if ngram := counts.ngram.drafts:
+        of_heads = counts.drafts - ngram
+        accepted = counts.accepted - counts.ngram.accepted
+        lines.append(
+            f"steps drafted from the text {ngram}, with {counts.ngram.accepted / ngram:.2f} accepted drafts each; "
+            f"by the heads {of_heads}, with {accepted / max(of_heads, 1):.2f}"
+        )
     if plain is not None:
         ratio = result.tokens_per_second / plain.tokens_per_second
         line = f"without speculation {plain.tokens_per_second:.1f} tokens/s: speculation is {ratio:.2f}x as fast"

@@ -59,16 +59,14 @@ def test_greedy_counts_equal_those_of_transformers(model, in_vllm):
     assert 0 < counts.ngram.drafts < counts.drafts
     found, of_vllm = in_vllm[0]
     assert found == plain
-    print(counts, of_vllm)
-    assert (of_vllm.drafts, of_vllm.drafted) == (counts.drafts, counts.drafted)
-    assert of_vllm.accepted_per_position == counts.accepted_per_position
+    assert of_vllm == counts
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_drawn_answers_have_the_trunks_distribution(model, in_vllm, engine):
     found = in_vllm[1:] if engine == "vllm" else ask(engine, model, DRAWN)
     ((answers, counts),) = found
-    print(counts)
+    assert 0 < counts.ngram.accepted < counts.accepted
     assert probability(answers, joint_distribution(model, 1.0, 0.7)) > FALSE_ALARM
     assert probability(answers, joint_distribution(model, 1.0, 0.7 * 1.2)) < FALSE_ALARM
     assert 0.1 < counts.accepted / counts.drafted < 0.95

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.acceptance.counts import DraftCounts, SourceCounts
 from swiftlite.engines.devices import on_devices, outside_torchrun
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
@@ -66,6 +66,7 @@ class VllmEngine:
             raise UserError("vLLM could not start", "see its log above for the cause") from error
         vllm_config = self._llm.llm_engine.vllm_config
         self.num_speculative_tokens: int = vllm_config.num_speculative_tokens
+        self._joins_ngrams = config.ngrams is not None
         self._max_length: int = vllm_config.model_config.max_model_len
         method = vllm_config.speculative_config and vllm_config.speculative_config.method
         client = LlmClient(self._llm)
@@ -154,7 +155,10 @@ class VllmEngine:
                 counted[name] = int(metric.value)
             elif isinstance(metric, Vector) and name == "num_accepted_tokens_per_pos":
                 per_position = tuple(int(value) for value in metric.values)
-        return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position)
+        ngram = SourceCounts()
+        if self._joins_ngrams:
+            ngram = SourceCounts(*self._llm.collective_rpc("swiftlite_ngram_counts")[0])
+        return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position, ngram)
 
     def close(self) -> None:
         """Stop vLLM's processes, if there are any, and wait for them."""

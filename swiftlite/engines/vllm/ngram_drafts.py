@@ -8,7 +8,9 @@ request. With `additional_config={"swiftlite_ngrams": {...}}`,
 - before the drafts are handed to the scheduler, those of a request whose text matches are replaced. The scheduler
   accepts lists of different lengths, as it does from vLLM's own n-gram drafter. The next step of the heads computes the
   keys of all accepted tokens, so it does not matter who drafted them;
-- where drafts are verified with the probabilities that they were sampled from, a draft from the text has probability 1.
+- where drafts are verified with the probabilities that they were sampled from, a draft from the text has probability 1;
+- accepted drafts from the text are counted, because its metrics do not contain who drafted. The counts are the result
+  of the workers' method `swiftlite_ngram_counts`.
 
 The place of the replacements (v1/worker/gpu_model_runner.py): `take_draft_token_ids` is called when the tokens of the
 step are known, unlike `propose_draft_token_ids`. With asynchronous scheduling vLLM does not call it, so
@@ -16,12 +18,13 @@ step are known, unlike `propose_draft_token_ids`. With asynchronous scheduling v
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import wraps
 from typing import Any
 
 import torch
 
+from swiftlite.acceptance.counts import SourceCounts
 from swiftlite.engines.ngram import Ngrams
 
 NAME = "swiftlite_ngrams"
@@ -111,7 +114,7 @@ def draft_probabilities(runner: Any, metadata: Any) -> torch.Tensor | None:
             continue
         drafts = metadata.draft_token_ids[first : first + number].long()
         first += number
-        if request in runner.swiftlite_ngram_requests:
+        if request in _ngram_requests(runner):
             parts.append(torch.nn.functional.one_hot(drafts, known.size(-1)).to(known.dtype))
         else:
             parts.append(known[places[request], :number])
@@ -131,10 +134,41 @@ def with_certain_drafts(stock: Callable[[Any, Any], torch.Tensor | None]) -> Cal
     return probabilities
 
 
+def with_counts(bookkeeping_sync: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's method that stores the tokens of a step, which also counts drafts from the text."""
+
+    @wraps(bookkeeping_sync)
+    def bookkeep(runner: Any, scheduler_output: Any, *others: Any) -> Any:
+        """Return vLLM's result, which contains the tokens of each request: accepted drafts and one more."""
+        found = bookkeeping_sync(runner, scheduler_output, *others)
+        if _given(runner.vllm_config) is None:
+            return found
+        tokens_of_requests, requests = found[3], found[5]
+        for request, tokens in zip(requests, tokens_of_requests, strict=True):
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request)
+            if drafts and tokens and request in _ngram_requests(runner):
+                counted = SourceCounts(1, len(drafts), len(tokens) - 1)
+                runner.swiftlite_ngram_counts = ngram_counts(runner) + counted
+        return found
+
+    return bookkeep
+
+
+def ngram_counts(runner: Any) -> SourceCounts:
+    """Return the counts of drafts from the text since the start."""
+    return getattr(runner, "swiftlite_ngram_counts", SourceCounts())
+
+
+def _ngram_requests(runner: Any) -> set[str]:
+    """Return the requests whose last drafts came from the text."""
+    return getattr(runner, "swiftlite_ngram_requests", set())
+
+
 def install() -> None:
     """Replace vLLM's methods; repeated calls have no effect."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
     if hasattr(SpecDecodeBaseProposer.propose, "__wrapped__"):
         return
@@ -142,3 +176,5 @@ def install() -> None:
     GPUModelRunner.take_draft_token_ids = with_ngrams(GPUModelRunner.take_draft_token_ids)
     stock = GPUModelRunner._get_spec_decode_draft_probs
     GPUModelRunner._get_spec_decode_draft_probs = with_certain_drafts(stock)
+    GPUModelRunner._bookkeeping_sync = with_counts(GPUModelRunner._bookkeeping_sync)
+    Worker.swiftlite_ngram_counts = lambda worker: astuple(ngram_counts(worker.model_runner))  # type: ignore[attr-defined]
