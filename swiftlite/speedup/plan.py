@@ -7,6 +7,7 @@ from pathlib import Path
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.engines.index import ENGINES
 from swiftlite.families.resolved import HfModel
+from swiftlite.runtime.environment import sees_gpu
 from swiftlite.speedup.steps import CommandStep
 
 DRAFTED = 3
@@ -129,9 +130,11 @@ class Commands:
         output = self.directory / name / "bench"
         words = ["bench", *self._model(self.path_of(name)), "--val_dataset", str(self.directory / HELD_OUT)]
         words += ["--infer_backend", args.infer_backend]
-        if ENGINES[args.infer_backend].joins_ngrams:
+        # On a GPU, vLLM's newer model runner has only one drafter.
+        if ENGINES[args.infer_backend].joins_ngrams and not sees_gpu():
             words += ["--speculative", "mtp,ngram"]
-            most = most if rounds > 1 else 1  # each number costs the start of a server; the text drafts further tokens
+            if rounds == 1:
+                most = 1  # each number costs the start of a server, and the text drafts further tokens
         words += ["--num_speculative_tokens", *map(str, range(most + 1))]
         max_prompts = max(MIN_BENCH_PROMPTS, *args.concurrency)
         words += ["--concurrency", *map(str, args.concurrency), "--max_prompts", str(max_prompts)]

@@ -86,8 +86,17 @@ def test_training_fits_the_model(make_commands):
     [([0.5, 0.3, 0.1], "0 1 2 3"), ([0.28, 0.09, 0.04], "0 1 2"), ([0.05, 0.01, 0.0], "0 1")],
 )
 def test_drafts_that_are_rarely_accepted_are_not_measured(make_commands, accepted, numbers):
-    step = make_commands().bench("round-1", accepted, 1)
+    step = make_commands().bench("round-1", accepted, 2)
     assert f"--num_speculative_tokens {numbers} --concurrency" in str(step)
+
+
+@pytest.mark.parametrize(("engine", "has_gpu", "numbers"), [("vllm", False, "0 1"), ("vllm", True, "0 1 2 3")])
+def test_the_text_drafts_as_well_without_a_gpu(make_commands, monkeypatch, engine, has_gpu, numbers):
+    """In a small budget, only one draft of the heads is then measured."""
+    monkeypatch.setattr("swiftlite.speedup.plan.sees_gpu", lambda: has_gpu)
+    words = str(make_commands(infer_backend=engine).bench("round-1", [0.5, 0.3, 0.1], 1))
+    assert ("--speculative mtp,ngram" in words) is not has_gpu
+    assert f"--num_speculative_tokens {numbers} --concurrency" in words
 
 
 @pytest.mark.parametrize(("engine", "draft_vocab"), [("vllm", 8192), ("llamacpp", None)])
