@@ -40,7 +40,7 @@ class PolicyIdentity:
         """Return the identity of the policy that draws the next generation, by what it depends on.
 
         Args:
-            previous: the generation before, with the advantages that are trained on; None if there is none.
+            previous: the generation before, with the advantages that are trained on; None for the first one.
         """
         return {**self._of_run, "the generation before it": _digest_of(previous)}
 

@@ -68,7 +68,7 @@ def with_head_tokens(propose: Callable[..., torch.Tensor]) -> Callable[..., torc
     return propose_some
 
 
-def with_ngrams(take_draft_token_ids: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def with_ngrams(take_draft_token_ids: Callable[..., Any]) -> Callable[..., Any]:
     """Return vLLM's method that hands drafts to the scheduler, with drafts from the text where it matches."""
 
     @wraps(take_draft_token_ids)
@@ -121,7 +121,7 @@ def draft_probabilities(runner: Any, metadata: Any) -> torch.Tensor | None:
     return torch.cat(parts).contiguous() if parts else None
 
 
-def with_certain_drafts(stock: Callable[[Any, Any], torch.Tensor | None]) -> Callable[[Any, Any], torch.Tensor | None]:
+def with_certain_drafts(stock: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
     """Return vLLM's method, for engines without n-grams, or `draft_probabilities`."""
 
     @wraps(stock)

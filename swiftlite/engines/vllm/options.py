@@ -75,7 +75,7 @@ def with_ngrams(config: EngineConfig, speculative: dict[str, Any] | None) -> dic
         speculative: result of `speculative_config`.
 
     Raises:
-        UserError: vLLM does not support drafts from the text beside those of heads on this machine.
+        UserError: vLLM does not support drafts from the text in addition to those of heads on this machine.
     """
     from swiftlite.engines.vllm import ngram_drafts
     from swiftlite.engines.vllm.plugin import has_multi_module_runner
