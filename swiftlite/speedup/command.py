@@ -23,8 +23,8 @@ from swiftlite.log import logger
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.speedup import budget
 from swiftlite.speedup.dataset import RoundRows
-from swiftlite.speedup.held_out import divide, read_rows, without_similar, write_rows
-from swiftlite.speedup.plan import HELD_OUT, Commands
+from swiftlite.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
+from swiftlite.speedup.plan import ANSWERS, HELD_OUT, Commands
 from swiftlite.speedup.results import accepted_drafts, concurrency_of, read_result
 from swiftlite.speedup.screen import final_lines
 from swiftlite.speedup.state import Progress
@@ -49,6 +49,8 @@ def run(args: SpeedupArgs) -> None:
     check_writable("--output_dir", directory)
     with only_run_in(directory):
         progress = Progress.read(directory, settings)
+        if not progress.rounds:
+            _check_rows(rows.largest_round())
         progress.write(directory)
         if progress.spent:
             used = f"{progress.spent / 60:.0f} minutes of --budget {args.budget} are used"
@@ -82,6 +84,20 @@ def _check_template(args: SpeedupArgs, model: HfModel) -> None:
     except UserError as error:
         hint = "let it answer only rows of a dataset: --dataset FILE --self_prompts_share 0"
         raise UserError(f"--model {args.model} cannot write prompts: {error.problem}", hint) from None
+
+
+def _check_rows(number: int | None) -> None:
+    """Check that a dataset is large enough for the first round.
+
+    Args:
+        number: number of its different rows; None if the model writes prompts too.
+
+    Raises:
+        UserError: there are too few rows.
+    """
+    if number is not None and number < MIN_ROWS:
+        problem = f"--dataset has only {number} different prompts, at least {MIN_ROWS} are required"
+        raise UserError(problem, "give more prompts, or let the model write some: --self_prompts_share 0.5")
 
 
 class _Speedup:
@@ -175,7 +191,7 @@ class _Speedup:
         held_out = self._directory / HELD_OUT
         if training.exists() and held_out.exists():
             return
-        rows = read_rows(training.parent / "answers" / "dataset.jsonl")
+        rows = read_rows(training.parent / ANSWERS / "dataset.jsonl")
         if number == 1:
             rows, kept = divide(rows)
             write_rows(held_out, kept)

@@ -10,15 +10,15 @@ import numpy as np
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.data.dataset import load_prompts
 from swiftlite.speedup.held_out import read_rows, write_rows
-from swiftlite.speedup.plan import ROWS
+from swiftlite.speedup.plan import ANSWERS, ROWS
 
 
 class RoundRows:
     """The rows of --dataset in the order in which rounds use them.
 
     The rows of each file are shuffled, and files alternate until their rows run out, so that a round has the same
-    number of rows of each file. The rows of each round are stored in its directory. Files may therefore grow between
-    two calls: the next round also uses the new rows.
+    number of rows of each file. The rows of each round are stored in its directory, and stay as soon as one of them is
+    answered. Files may therefore grow between two calls: the next round also uses the new rows.
 
     Args:
         directory: --output_dir.
@@ -56,6 +56,8 @@ class RoundRows:
         if not self._share:
             return []
         path = self._directory / f"round-{number}" / ROWS
+        if not (path.parent / ANSWERS).exists():  # a row may have been refused and corrected since
+            path.unlink(missing_ok=True)
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
             write_rows(path, self._unused()[: round(prompts * self._share)])

@@ -15,6 +15,7 @@ NUM_HELD_OUT = 48
 MIN_HELD_OUT = 16
 """Minimum number of held-out rows. `bench` sends up to this number of concurrent requests, each with a different
 held-out prompt."""
+MIN_ROWS = 3 * MIN_HELD_OUT
 
 
 def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -27,8 +28,9 @@ def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """
     number = min(NUM_HELD_OUT, len(rows) // 3)
     if number < MIN_HELD_OUT:
-        problem = f"only {len(rows)} answers are usable, at least {3 * MIN_HELD_OUT} are required"
-        raise UserError(problem, "give more prompts with --dataset, or use an instruct model")
+        problem = f"only {len(rows)} answers are usable, at least {MIN_ROWS} are required"
+        hint = "with another --output_dir, give more prompts with --dataset, or use an instruct model"
+        raise UserError(problem, hint)
     chosen = {place * len(rows) // number for place in range(number)}
     training = [row for place, row in enumerate(rows) if place not in chosen]
     return training, [rows[place] for place in sorted(chosen)]

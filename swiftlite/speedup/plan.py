@@ -27,6 +27,8 @@ about 10 % of the time of a decoding step."""
 HELD_OUT = "held_out.jsonl"
 ROWS = "rows.jsonl"
 """File of a round with its rows of --dataset."""
+ANSWERS = "answers"
+"""Directory of a round with the output of `regenerate`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Commands:
         """
         args = self.args
         directory = self.directory / f"round-{number}"
-        output = directory / "answers"
+        output = directory / ANSWERS
         words = ["regenerate", *self._model(args.model), "--infer_backend", args.infer_backend]
         if num_rows:
             words += ["--dataset", str(directory / ROWS)]

@@ -38,6 +38,19 @@ def test_a_model_without_a_usable_template_is_refused_first(tmp_path, template, 
     assert not (tmp_path / "out").exists()
 
 
+def test_too_few_rows_are_refused_before_the_first_step(tmp_path):
+    """The refused command stores no settings: the same directory can be used with other options."""
+    model = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"query": "{number}"}}\n' * 9 for number in range(47)))
+    args = SpeedupArgs(str(model), output_dir=str(tmp_path / "out"), dataset=[str(rows)], self_prompts_share=0.0)
+    with pytest.raises(UserError) as raised:
+        run(args)
+    assert mentions(raised.value.problem, "--dataset 47 48")
+    assert mentions(raised.value.hint, "--self_prompts_share 0.5")
+    assert not (tmp_path / "out" / "speedup.json").exists()
+
+
 @pytest.fixture
 def complete(tmp_path) -> SpeedupArgs:
     """Prepare the directory of a command whose steps are all complete, and return its options."""

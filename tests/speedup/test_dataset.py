@@ -52,8 +52,22 @@ def test_a_sample_of_a_file_is_all_that_is_used(files, tmp_path):
     assert [sum(question.startswith(name) for question in first + second) for name in "ab"] == [5, 10]
 
 
+def test_a_corrected_row_replaces_a_refused_one(files, tmp_path):
+    """A chat template may refuse a row, and `regenerate` then ends before its first answer."""
+    out = tmp_path / "out"
+    (refused,) = divided(out, [80], dataset=files)
+    write(tmp_path / "a.jsonl", 5)
+    (corrected,) = divided(out, [80], dataset=files)
+    assert (len(refused), len(corrected)) == (40, 15)
+    (out / "round-1" / "answers").mkdir()
+    write(tmp_path / "a.jsonl", 3)
+    assert divided(out, [80], dataset=files) == [corrected]
+
+
 def test_a_file_may_grow_between_two_calls(files, tmp_path):
     rounds = divided(tmp_path / "out", [24, 40], dataset=files)
+    for number in (1, 2):
+        (tmp_path / "out" / f"round-{number}" / "answers").mkdir()
     write(tmp_path / "b.jsonl", 40)
     again = divided(tmp_path / "out", [24, 40, 100], dataset=files)
     assert again[:2] == rounds
