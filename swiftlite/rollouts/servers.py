@@ -231,7 +231,7 @@ class RolloutServers:
                 continue
             try:
                 counts = server.served.draft_counts()
-            except LostServer as error:
+            except UserError as error:  # the completions are complete, whatever this server answers now
                 self._lose(server, error)
                 continue
             assert server.counts is not None

@@ -362,6 +362,7 @@ def test_stored_tensors_that_do_not_match_are_named(tmp_path, scheme, changes, r
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq bits 3"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "gptq group_size 0"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"}, "gptq marlin"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "is_marlin_format": True}, "gptq is_marlin_format"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:.*mlp": {"bits": 8}}},
             "gptq dynamic mlp",

@@ -33,6 +33,7 @@ class SmallVllm:
         holds: whether completions in progress have to wait.
         is_dead: whether it closes every connection without an answer.
         finish_reason: of all completions; None: the real one.
+        change: called with the path of each request and its answer; returns the answer that is sent.
         num_completed: number of completions since its start.
         num_updates: number of complete transfers since its start, of the trunk or of the heads.
         most_in_flight: maximum number of unfinished completions.
@@ -45,6 +46,7 @@ class SmallVllm:
         self.holds: Callable[[], bool] = lambda: False
         self.most_in_flight = self.num_in_flight = 0
         self.finish_reason: str | None = None
+        self.change: Callable[[str, Any], Any] = lambda path, answer: answer
         self.start()
 
     def start(self) -> None:
@@ -90,6 +92,7 @@ class SmallVllm:
         if self.is_dead:
             assert request.transport is not None
             request.transport.abort()
+        answer = self.change(request.path, answer)
         if isinstance(answer, str):
             return web.Response(text=answer)
         return web.json_response(answer or {})

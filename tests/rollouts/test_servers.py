@@ -4,8 +4,9 @@ tests/e2e/test_rollout_servers.py uses real vLLM servers.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from swiftlite import rules
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.vllm.served import LostServer, ServedVllm
 from swiftlite.errors import OptionError, UserError
 from swiftlite.rollouts import servers as module
 from swiftlite.rollouts.generation import Generation
@@ -140,6 +142,61 @@ def test_a_server_that_hangs_or_was_restarted_is_lost(hf_dir, pair, monkeypatch)
     bad.before = lambda path: path == "/v1/completions" and bad.config.update(instance_id="another")
     assert_equal(engine.generate(PROMPTS, SAMPLING), expected(hf_dir))
     assert engine.figures() == {"rollout/servers": 1, "rollout/repeated_requests": 2}
+
+
+@pytest.fixture(scope="module")
+def single(hf_dir):
+    """Yield a server and its client."""
+    server = SmallVllm(hf_dir)
+    with started(server) as url:
+        yield server, ServedVllm(url, model=resolve_served(hf_dir))
+
+
+def in_choice(**changed) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that replaces fields of the only completion of an answer."""
+    return lambda answer: {"choices": [answer["choices"][0] | changed]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: "a page",
+        lambda answer: {"choices": answer["choices"] * 2},
+        in_choice(token_ids=None),
+        in_choice(token_ids=[], logprobs={"token_logprobs": []}),
+        in_choice(token_ids=[5] * 7, logprobs={"token_logprobs": [-1.0] * 7}),
+        in_choice(token_ids=[10**6] * 6),
+        in_choice(token_ids=[-1] * 6),
+        in_choice(token_ids=[1.5] * 6),
+        in_choice(logprobs=None),
+        in_choice(logprobs={"token_logprobs": [-1.0]}),
+        in_choice(logprobs={"token_logprobs": [float("nan")] * 6}),
+    ],
+)
+def test_completions_that_vllm_does_not_give(single, change):
+    server, client = single
+    server.change = lambda path, answer: change(answer) if path == "/v1/completions" else answer
+    with pytest.raises(LostServer, match=naming(client.url)):
+        client.generate(PROMPTS[:1], replace(SAMPLING, numbers=()))
+
+
+@pytest.mark.parametrize(
+    ("path", "ask"),
+    [
+        ("/server_info", ServedVllm.is_running),
+        ("/is_paused", lambda client: ServedVllm(client.url)),
+        ("/metrics", ServedVllm.draft_counts),
+        ("/weight_info", ServedVllm.weight_version),
+    ],
+)
+def test_pages_of_another_program(single, path, ask):
+    server, client = single
+    server.change = lambda asked, answer: "a page" if asked == path else answer
+    if path == "/server_info":
+        assert not ask(client)
+    else:
+        with pytest.raises(LostServer, match=naming(client.url)):
+            ask(client)
 
 
 @pytest.mark.parametrize("path", ["/pause", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"])

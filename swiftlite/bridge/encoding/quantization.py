@@ -102,6 +102,8 @@ def _gptq_problem(quantization: Mapping[str, Any]) -> str:
     version = quantization.get("checkpoint_format")
     if version not in (None, "", "gptq", "gptq_v2"):
         return f"checkpoint_format {version!r} is not supported; it can only be 'gptq' or 'gptq_v2'"
+    if quantization.get("is_marlin_format"):  # AutoGPTQ 0.7, before checkpoint_format
+        return "is_marlin_format true is not supported"
     if quantization.get("pack_dtype") not in (None, "int32"):
         return f"pack_dtype {quantization['pack_dtype']!r} is not supported; it can only be 'int32'"
     changed = [rule for rule in quantization.get("dynamic") or {} if not rule.startswith("-")]

@@ -4,6 +4,7 @@ A process other than the server, such as a trainer, uses `ServedVllm`, which has
 """
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar, get_args
@@ -20,7 +21,7 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_channel import VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
 from swiftlite.engines.vllm.metrics import read_metrics
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, clip
 from swiftlite.families.resolved import HfModel
 
 _Result = TypeVar("_Result")
@@ -72,7 +73,7 @@ class ServedVllm:
         transports: dict[str, WeightTransport] = {name: transport for transport, name in BACKENDS.items()}
         if backend not in transports:
             raise _without_option(url)
-        if self._server.call("GET", "/is_paused")["is_paused"]:
+        if self._server.field(self._server.call("GET", "/is_paused"), "is_paused"):
             raise UserError(
                 f"the server at {url} is paused: a weight update is in progress or has failed",
                 "restart the server unless another process is updating it",
@@ -81,6 +82,7 @@ class ServedVllm:
         self.weight_transport: WeightTransport = transports[backend]
         if model is None:
             model = resolve_served(config["model_config"]["model"])
+        self._vocab_size: int = model.config["vocab_size"]
         drafting = config["speculative_config"] or {}
         self.num_speculative_tokens: int = drafting.get("num_speculative_tokens", 0)
         self.max_length: int = config["model_config"]["max_model_len"]
@@ -145,14 +147,35 @@ class ServedVllm:
             "logprobs": 0 if sampling.log_p else None,  # of the sampled token alone
         }
         try:
-            (choice,) = (await self._server.ask(session, "POST", COMPLETIONS, request))["choices"]
+            answer = await self._server.ask(session, "POST", COMPLETIONS, request)
         except (aiohttp.ClientError, ValueError) as error:
             raise _no_response(self.url, error) from error
-        reason = choice["finish_reason"]
+        return self._completion(answer, request["max_tokens"], sampling.log_p)
+
+    def _completion(self, answer: Any, max_tokens: int, log_p: bool) -> Completion:
+        """Return the completion of an answer.
+
+        Raises:
+            LostServer: the server ended the request early, or the answer is not one of vLLM to such a request.
+        """
+        try:
+            (choice,) = answer["choices"]
+            reason, token_ids = choice["finish_reason"], choice["token_ids"]
+            numbers = choice["logprobs"]["token_logprobs"] if log_p else None
+            is_valid = 0 < len(token_ids) <= max_tokens and all(map(self._is_token, token_ids))
+            if numbers is not None:
+                # One number that is not finite would make the loss of the whole batch NaN.
+                is_valid &= len(numbers) == len(token_ids) and all(map(math.isfinite, numbers))
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._server.other_answer(answer) from error
         if reason not in get_args(FinishReason):  # "abort": the server is stopping
             raise LostServer(f"the server at {self.url} ended a request early: {reason}", "restart it")
-        log_p = choice["logprobs"]["token_logprobs"] if sampling.log_p else None
-        return Completion(choice["token_ids"], reason, log_p)
+        if not is_valid:
+            raise self._server.other_answer(answer)
+        return Completion(token_ids, reason, numbers)
+
+    def _is_token(self, token: Any) -> bool:
+        return type(token) is int and 0 <= token < self._vocab_size
 
     def new_session(self) -> aiohttp.ClientSession:
         """Return a session for `complete` and `check`."""
@@ -166,7 +189,8 @@ class ServedVllm:
             LostServer: one of these is not the case.
         """
         await self._server.get(session, "/health")
-        if (await self._server.get(session, INFO))["vllm_config"]["instance_id"] != self.instance_id:
+        config = self._server.field(await self._server.get(session, INFO), "vllm_config")
+        if self._server.field(config, "instance_id") != self.instance_id:
             raise LostServer(f"the server at {self.url} was restarted")
 
     def is_running(self) -> bool:
@@ -213,11 +237,15 @@ class ServedVllm:
 
     def weight_version(self) -> str:
         """Return the version of the server's weights: "default" before the first update, then "1", "2", ..."""
-        return self._server.call("GET", "/weight_info")["weight_version"]
+        return self._server.field(self._server.call("GET", "/weight_info"), "weight_version")
 
     def draft_counts(self) -> DraftCounts:
         """Return the draft counts since the start of the server, including the requests of other clients."""
-        return read_metrics(self._server.call("GET", "/metrics"), self.num_speculative_tokens)
+        text = self._server.call("GET", "/metrics")
+        try:
+            return read_metrics(text, self.num_speculative_tokens)
+        except (TypeError, ValueError) as error:
+            raise self._server.other_answer(text) from error
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running."""
@@ -271,7 +299,7 @@ class _ServerClient:
         self._server.call("POST", "/finish_weight_update", {"weight_version": weight_version})
 
     def reset_prefix_cache(self) -> bool:
-        return self._server.call("POST", "/reset_prefix_cache")["success"]
+        return self._server.field(self._server.call("POST", "/reset_prefix_cache"), "success")
 
 
 class _Server:
@@ -367,6 +395,23 @@ class _Server:
             if response.content_type == "application/json":
                 return await response.json()
             return await response.text()
+
+    def field(self, answer: Any, name: str) -> Any:
+        """Return a field of a JSON object.
+
+        Raises:
+            LostServer: the answer is something else, such as the page of another program at this address.
+        """
+        if not isinstance(answer, dict) or name not in answer:
+            raise self.other_answer(answer)
+        return answer[name]
+
+    def other_answer(self, answer: Any) -> LostServer:
+        """Return the error of an answer that vLLM does not give."""
+        return LostServer(
+            f"the server at {self.url} gave an invalid answer: {clip(repr(answer), 200)}",
+            "check that vLLM runs at this address, and restart it",
+        )
 
 
 def is_responding(url: str) -> bool:
