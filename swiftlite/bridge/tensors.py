@@ -83,6 +83,9 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
         hint = "use the directory of a Hugging Face model"
         if any(hf_dir.glob("pytorch_model*.bin")):
             hint = "save the model as safetensors first"
+        others = [path.name for path in hf_dir.glob("*.safetensors")]
+        if len(others) == 1:  # AutoGPTQ writes gptq_model-4bit-128g.safetensors
+            hint = f"if {others[0]} has the whole model, rename it to {SINGLE_NAME}"
         raise UserError(f"{hf_dir}: no {SINGLE_NAME} and no {INDEX_NAME}", hint)
 
     entries: dict[str, Entry] = {}

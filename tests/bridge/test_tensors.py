@@ -261,6 +261,8 @@ def test_no_safetensors(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     assert mentions(problem_of(tmp_path), "safetensors")
     assert not mentions(absent, "safetensors")
+    (tmp_path / "gptq_model-4bit-128g.safetensors").touch()
+    assert mentions(problem_of(tmp_path), "gptq_model-4bit-128g.safetensors model.safetensors")
 
 
 def test_missing_shard(tmp_path):
