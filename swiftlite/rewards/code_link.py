@@ -13,7 +13,7 @@ import operator
 import socket
 import sys
 import types
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -160,6 +160,8 @@ class Link:
             return ["ndarray", self._encode(items)] if isinstance(items, list) else self._encode(items)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
+        if isinstance(value, tuple) and isinstance(fields := getattr(value, "_fields", None), tuple):
+            return ["namedtuple", type(value).__name__, [*fields], *map(self._encode, value)]
         for kind, (parts_of, _) in _DATA.items():
             if isinstance(value, kind):
                 return [kind.__name__, *map(self._encode, parts_of(value))]
@@ -193,6 +195,9 @@ class Link:
         name, *parts = value
         if name in _BY_NAME:
             return _BY_NAME[name](list(map(self._decode, parts)))
+        if name == "namedtuple":
+            kind, fields, *values = parts
+            return namedtuple(kind, fields)(*map(self._decode, values))  # checks that the names are identifiers
         if name == "ndarray":
             import numpy
 

@@ -28,11 +28,11 @@ class PolicyIdentity:
     def __init__(self, run: Run):
         options = {name: str(value) for name, value in vars(run.args).items() if name not in CHANGEABLE}
         del options["model"]  # its content counts, not its path
-        # Options that change the number of steps change the learning rates.
-        options["steps"] = str(run.schedule.steps)
         self._of_run = {
             "the model": digest_of_model(run.hf_model.directory),
             "an option": digest(options),
+            # A resumed run may have more steps, and then has other learning rates.
+            "the number of steps": str(run.schedule.steps),
             "the rows": run.data.digest,
         }
 

@@ -88,7 +88,8 @@ def float32_can_be_faster(args: EngineCommand | EvaluateArgs | BenchArgs, facts:
 
 
 def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> Iterator[Problem]:
-    joining = [info.name for info in ENGINES.values() if info.joins_ngrams]
+    needs_server = isinstance(args, DeployArgs | BenchArgs)
+    joining = [info.name for info in ENGINES.values() if info.joins_ngrams and (info.server or not needs_server)]
     if args.speculative == "mtp,ngram" and args.infer_backend not in joining:
         problem = f"--speculative mtp,ngram is not supported with --infer_backend {args.infer_backend}"
         yield problem, f"use --infer_backend {' or '.join(joining)}, or --speculative mtp"

@@ -197,7 +197,7 @@ def answer(
     engine = start_engine(backend, config)
     try:
         if engine.num_speculative_tokens:
-            logger.info("drafting %d tokens per step", engine.num_speculative_tokens)
+            logger.info("drafting up to %d tokens per step", engine.num_speculative_tokens)
         # The first pass allocates memory and compiles kernels, which is not measured.
         engine.generate(prompts[:1], Sampling(2, stop_token_ids=sampling.stop_token_ids))
         before = engine.draft_counts()

@@ -186,13 +186,14 @@ NEEDS_LANDLOCK = {
 
 RIGHT = {
     "returns data": (
-        "from collections import *\nfrom fractions import Fraction as R\ng = lambda *a: a\ninf = float('inf')",
+        "from collections import *\nfrom fractions import Fraction as R\ng = lambda *a: a\ninf = float('inf')\npoint = lambda x, y: namedtuple('P', 'x y')(x, y)",
         [
             "assert g(1, 2.5, 'a\\ud83d', None, True, b'\\xff') == (1, 2.5, 'a\\ud83d', None, True, b'\\xff')",
             "assert g({1: [2]}, {3}, 10**5000)[0][1][0] == 2",
             "assert type(g(1)[0]) is int and isinstance(g(True)[0], bool) and g(float)[0] is float",
             "import decimal; assert g(decimal.Decimal('0.1'), 1j) == (decimal.Decimal('0.1'), 1j)",
             "assert g(range(3), inf) == (range(3), float('inf'))",
+            "p = point(1, [2]); assert (p.x, p.y, p[0], p) == (1, [2], 1, (1, [2]))",
         ],
     ),
     "returns numpy": (

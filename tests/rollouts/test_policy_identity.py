@@ -85,7 +85,7 @@ def test_completions_after_another_reward_are_drawn_again(options, mesh, tmp_pat
     assert "the generation before it changed" in caplog.text
 
 
-def test_a_generation_in_use_is_kept(options, mesh):
+def test_a_generation_in_use_is_kept(options, mesh, caplog):
     """The run is stopped in the middle of a generation, and lengthened. Its old policy is known by its
     log-probabilities; the next generation is a new one.
     """
@@ -95,6 +95,7 @@ def test_a_generation_in_use_is_kept(options, mesh):
     train(options(**changed, resume=True, train_iters=8), mesh)
     assert stored(run)[:2] == before[:2]
     assert stored(run)[2] != before[2]
+    assert "the number of steps changed" in caplog.text
 
 
 def test_the_options_count_unless_a_resumed_run_may_change_them(options, mesh, caplog):

@@ -39,6 +39,17 @@ def test_good_options_pass_without_a_note(here, args):
             "",
         ),
         ({"speculative": "none", "num_speculative_tokens": 1}, "--num_speculative_tokens --speculative none", ""),
+        ({"speculative": "mtp,ngram"}, "--speculative mtp,ngram --infer_backend sglang", "--infer_backend vllm"),
+        (
+            {"infer_backend": "vllm", "speculative": "mtp,ngram", "vllm_engine_kwargs": {"async_scheduling": True}},
+            "--speculative mtp,ngram --vllm_engine_kwargs async_scheduling",
+            "async_scheduling",
+        ),
+        (
+            {"infer_backend": "vllm", "speculative": "mtp,ngram", "vllm_speculative_config": {"method": "ngram"}},
+            "--speculative mtp,ngram --vllm_speculative_config ngram",
+            "--speculative mtp",
+        ),
         ({"speculative": "none", "draft_schedule": "bench.json"}, "--draft_schedule --speculative none", ""),
         ({"model": "plain", "draft_schedule": "bench.json"}, "--draft_schedule plain/config.json", ""),
         (

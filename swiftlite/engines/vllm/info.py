@@ -16,6 +16,23 @@ def speculative_tokens_are_given_once(args: Any) -> Iterator[Problem]:
         )
 
 
+def ngrams_leave_the_scheduler(args: Any) -> Iterator[Problem]:
+    """Reject options of vLLM with which drafts from the text would not be used."""
+    if vars(args).get("speculative") != "mtp,ngram":
+        return
+    if (args.vllm_engine_kwargs or {}).get("async_scheduling"):
+        yield (
+            '--speculative mtp,ngram does not support --vllm_engine_kwargs {"async_scheduling": true}',
+            "remove async_scheduling",
+        )
+    method = (args.vllm_speculative_config or {}).get("method", "mtp")
+    if method != "mtp":
+        yield (
+            f'--speculative mtp,ngram does not support the method "{method}" of --vllm_speculative_config',
+            'use the method "mtp", or --speculative mtp',
+        )
+
+
 VLLM = EngineInfo(
     name="vllm",
     label="vLLM",
@@ -44,7 +61,7 @@ VLLM = EngineInfo(
     logs_requests=True,
     options_class=VllmArgs,
     read_speculative_config=lambda args: args.vllm_speculative_config,
-    rules=(speculative_tokens_are_given_once,),
+    rules=(speculative_tokens_are_given_once, ngrams_leave_the_scheduler),
     server="swiftlite.engines.vllm.server:server_command",
     client="swiftlite.engines.vllm.client:VllmClient",
     metrics_prefix="vllm:",

@@ -83,9 +83,9 @@ def with_ngrams(config: EngineConfig, speculative: dict[str, Any] | None) -> dic
     ngrams = config.ngrams
     if ngrams is None or speculative is None:
         return {"speculative_config": speculative}
-    if speculative["method"] != "mtp" or has_multi_module_runner():
+    if has_multi_module_runner():
         raise UserError(
-            "--speculative mtp,ngram requires MTP heads and vLLM's older model runner, which it uses without Triton",
+            "--speculative mtp,ngram requires vLLM's older model runner, which it uses without Triton",
             "use --speculative mtp, or set VLLM_USE_V2_MODEL_RUNNER=0",
         )
     of_heads = speculative["num_speculative_tokens"]
