@@ -64,8 +64,8 @@ COMMANDS = [
         marks=[needs_llamacpp, slow],
     ),
     pytest.param(
-        f"speedup --model . --budget 5m --self_prompts_share 0 {ROWS} --output_dir ../speedup",
-        "answers are usable",
+        f"speedup --model . --budget 5m --self_prompts_share 0 {ROWS.replace('rows', 'long')} --output_dir ../speedup",
+        "no answer was kept",
         id="speedup",
         marks=[needs_vllm, slow],
     ),
@@ -79,6 +79,8 @@ def model(tmp_path_factory) -> Path:
     make_tiny_hf(directory, "qwen3", depth=1, with_tokenizer=True)
     rows = [{"query": f"What is {number}?", "response": "A number."} for number in range(8)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"query": f"What is {number}? " * 200} for number in range(48)]
+    (directory / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory.parent / "rewards.py").write_text("1 / 0\n")
     for name in NAMES:
         marker = str(directory.parent / "executed")
