@@ -211,12 +211,13 @@ class Distillation:
 
             def draw_and_write() -> Generation:
                 assert self.engine is not None
+                args = self.args
                 described = {**settings, NAME: self._policy(step)}
                 with stop.raising():
                     generation = draw(self.engine, self.sampling, prompts, step * len(prompts), described)
                 write_generation(path, generation, self.run.tokenizer)
-                if limit := self.args.rollouts_total_limit:
-                    remove_old(self.directory, limit, first_needed(self.run.output_dir, steps=1))
+                if args.rollouts_total_limit:
+                    remove_old(self.directory, args.rollouts_total_limit, first_needed(self.run.output_dir, steps=1))
                 return generation
 
             return on_first_rank(draw_and_write)

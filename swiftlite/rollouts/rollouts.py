@@ -161,15 +161,16 @@ class Rollouts:
             send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
             generation = on_first_rank(lambda: self._draw(number, step, stop))
         generation = self._with_log_probabilities(number, generation)
-        on_first_rank(lambda: self._write_drawn(path, number, generation))
+        on_first_rank(lambda: self._write_drawn(path, generation))
         return generation
 
-    def _write_drawn(self, path: Path, number: int, generation: Generation) -> None:
+    def _write_drawn(self, path: Path, generation: Generation) -> None:
         """Write a generation and, with `--rollouts_total_limit`, delete old ones."""
         self._write(path, generation)
-        if limit := self.args.rollouts_total_limit:
-            steps = self.args.steps_per_generation * self.args.num_iterations
-            remove_old(self.directory, limit, first_needed(self.run.output_dir, steps))
+        args = self.args
+        if args.rollouts_total_limit:
+            steps = args.steps_per_generation * args.num_iterations
+            remove_old(self.directory, args.rollouts_total_limit, first_needed(self.run.output_dir, steps))
 
     def _write(self, path: Path, generation: Generation) -> None:
         sizes = image_sizes(self.run.hf_model.config)

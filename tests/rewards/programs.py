@@ -186,7 +186,8 @@ NEEDS_LANDLOCK = {
 
 RIGHT = {
     "returns data": (
-        "from collections import *\nfrom fractions import Fraction as R\ng = lambda *a: a\ninf = float('inf')\npoint = lambda x, y: namedtuple('P', 'x y')(x, y)",
+        "from collections import *\nfrom fractions import Fraction as R\ng = lambda *a: a\ninf = float('inf')\n"
+        "point = lambda x, y: namedtuple('P', 'x y')(x, y)",
         [
             "assert g(1, 2.5, 'a\\ud83d', None, True, b'\\xff') == (1, 2.5, 'a\\ud83d', None, True, b'\\xff')",
             "assert g({1: [2]}, {3}, 10**5000)[0][1][0] == 2",
