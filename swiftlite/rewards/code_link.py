@@ -160,7 +160,7 @@ class Link:
             return ["ndarray", self._encode(items)] if isinstance(items, list) else self._encode(items)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        if isinstance(value, tuple) and isinstance(fields := getattr(value, "_fields", None), tuple):
+        if issubclass(type(value), tuple) and isinstance(fields := getattr(value, "_fields", None), tuple):
             return ["namedtuple", type(value).__name__, [*fields], *map(self._encode, value)]
         for kind, (parts_of, _) in _DATA.items():
             if isinstance(value, kind):
