@@ -272,6 +272,8 @@ class RolloutServers:
         try:
             if server.served is not None and server.served.is_running():
                 return server.served
+            if server.problem and not is_responding(server.url):
+                return server.problem  # a hanging server would otherwise delay each generation by a minute
             served = ServedVllm(server.url, timeout=self._timeout, model=self._requirements.model)
             self._requirements.check(served)
             return served

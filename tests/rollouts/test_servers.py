@@ -3,7 +3,9 @@
 tests/e2e/test_rollout_servers.py uses real vLLM servers.
 """
 
+import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 from swiftlite import rules
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.vllm import served
 from swiftlite.engines.vllm.served import LostServer, ServedVllm
 from swiftlite.errors import OptionError, UserError
 from swiftlite.rollouts import servers as module
@@ -216,6 +219,24 @@ def test_weights_are_sent_to_the_servers_that_are_left(hf_dir, other_dir, pair, 
     assert bad.num_updates == 2
     assert_equal(engine.generate(PROMPTS, SAMPLING), expected(other_dir))
     assert engine.figures()["rollout/servers"] == 2
+
+
+def test_a_server_that_hangs_does_not_delay_generations(hf_dir, pair, monkeypatch):
+    monkeypatch.setattr(served, "_QUICK", 0.2)
+    (_, bad), urls = pair
+    engine = connect(hf_dir, urls)
+    die_at(bad, "/pause")
+    engine.update_weights(*trunk_and_heads(hf_dir))
+    bad._answer = _never  # type: ignore[method-assign]
+    bad.before, bad.is_dead = lambda path: None, False
+    start = time.monotonic()
+    engine.update_weights(*trunk_and_heads(hf_dir))
+    assert time.monotonic() - start < 15  # a connection has 30 seconds
+    assert engine.figures()["rollout/servers"] == 1
+
+
+async def _never(path: str, body: dict[str, Any]) -> Any:
+    await asyncio.sleep(3600)
 
 
 def test_a_server_that_was_restarted_unseen_gets_weights(hf_dir, other_dir, pair):

@@ -27,6 +27,8 @@ from swiftlite.families.resolved import HfModel
 _Result = TypeVar("_Result")
 _SHORT = 60
 """Timeout in seconds of a request without computation."""
+_QUICK = 10
+"""Timeout in seconds of `is_responding`, which is called before every generation for each server that was lost."""
 COMPLETIONS = "/v1/completions"
 INFO = "/server_info?config_format=json"
 _NO_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -417,7 +419,7 @@ class _Server:
 def is_responding(url: str) -> bool:
     """Return whether a program responds at the address of a server."""
     try:
-        _Server(url, None, timeout=10).call("GET", "/health")
+        _Server(url, None, timeout=_QUICK).call("GET", "/health")
     except LostServer:
         return False
     except UserError:
