@@ -37,6 +37,11 @@ NOISE = 1.3
 operation to bfloat16, so their errors have about the same size: the ratio was 0.82 to 1.12 in 106 measured cases. If
 the reference did not round activations, the ratio would be 1.9 to 7 for formats that round them.
 """
+NOISE_OF_FOUR_BITS = NOISE * 2**0.5
+"""The same for formats with 4 bits. On a processor without instructions for bfloat16, vLLM's kernel for them has 1.28 to
+1.54 times the error of the reference (14 numbers in 7 cases; 1.0 for 8 bits), as if it rounded each result twice: two
+independent roundings are 2**0.5 times as large as one.
+"""
 SHORTEST = 4
 """Shortest prompt. vLLM 0.32 can crash in its attention on a CPU (bfloat16) if a shorter prompt is served alone."""
 
@@ -219,13 +224,14 @@ def test_logits_and_counts_are_those_of_the_dequantized_weights(family, name, bl
     }
     found = {role: logits_of(reference, prompts, followed) for role, reference in references.items()}
     exact, in_16_bits, without = found["exact"], found["bfloat16"], found["without block"]
-    assert size(served.target - exact.target) <= NOISE * size(in_16_bits.target - exact.target)
-    noise = NOISE * size(in_16_bits.draft - exact.draft)
+    bound = NOISE_OF_FOUR_BITS if name in FOUR_BITS else NOISE
+    assert size(served.target - exact.target) <= bound * size(in_16_bits.target - exact.target)
+    noise = bound * size(in_16_bits.draft - exact.draft)
     assert size(served.draft - exact.draft) <= noise
     assert size(without.draft - exact.draft) > 2 * noise  # a wrong decoder layer would exceed the bound
 
     # Drafts differ from the reference's only where rounding can change the choice.
-    largest = NOISE * float((in_16_bits.draft - exact.draft).abs().max())
+    largest = bound * float((in_16_bits.draft - exact.draft).abs().max())
     differs = served.draft.argmax(-1) != exact.draft.argmax(-1)
     assert lead(exact.draft)[differs].le(2 * largest).all()
     accepted = sum(one.num_accepted for one in followed)
