@@ -38,9 +38,9 @@ operation to bfloat16, so their errors have about the same size: the ratio was 0
 the reference did not round activations, the ratio would be 1.9 to 7 for formats that round them.
 """
 NOISE_OF_FOUR_BITS = NOISE * 2**0.5
-"""The same for formats with 4 bits. On a processor without instructions for bfloat16, vLLM's kernel for them has 1.28 to
-1.54 times the error of the reference (14 numbers in 7 cases; 1.0 for 8 bits), as if it rounded each result twice: two
-independent roundings are 2**0.5 times as large as one.
+"""The same for formats with 4 bits. On a processor without instructions for bfloat16, vLLM's kernel for them has 1.27
+to 1.54 times the error of the reference (12 numbers in 6 cases; 1.0 for 8 bits), as if it rounded each result twice.
+Two independent roundings are 2**0.5 times as large as one.
 """
 SHORTEST = 4
 """Shortest prompt. vLLM 0.32 can crash in its attention on a CPU (bfloat16) if a shorter prompt is served alone."""
