@@ -62,7 +62,7 @@ def test_greedy_counts_equal_those_of_transformers(model, in_vllm):
     assert of_vllm == counts
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_drawn_answers_have_the_trunks_distribution(model, in_vllm, engine):
     found = in_vllm[1:] if engine == "vllm" else ask(engine, model, DRAWN)
     ((answers, counts),) = found
