@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """The part of the counts of which drafts came from the text (n-grams) instead of the heads."""
+    """Counts of the steps whose drafts came from the text (n-grams) instead of the heads."""
 
     drafts: int = 0
     drafted: int = 0

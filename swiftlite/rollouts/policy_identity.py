@@ -54,7 +54,7 @@ def is_drawn_by(generation: Generation, identity: dict[str, str], path: object) 
     stored = generation.settings.get(NAME)
     if stored == identity:
         return True
-    reason = "it does not contain which policy drew it"
+    reason = "it does not name the policy that drew it"
     if isinstance(stored, dict):
         changed = [name for name in identity if stored.get(name) != identity[name]]
         reason = f"another policy drew it: {' and '.join(changed)} changed"

@@ -9,12 +9,14 @@ request. With `additional_config={"swiftlite_ngrams": {...}}`,
   accepts lists of different lengths, as it does from vLLM's own n-gram drafter. The next step of the heads computes the
   keys of all accepted tokens, so it does not matter who drafted them;
 - where drafts are verified with the probabilities that they were sampled from, a draft from the text has probability 1;
-- accepted drafts from the text are counted, because its metrics do not contain who drafted. The counts are the result
+- accepted drafts from the text are counted, because vLLM's metrics do not state who drafted. The counts are the result
   of the workers' method `swiftlite_ngram_counts`.
 
-The place of the replacements (v1/worker/gpu_model_runner.py): `take_draft_token_ids` is called when the tokens of the
-step are known, unlike `propose_draft_token_ids`. With asynchronous scheduling vLLM does not call it, so
-`engines/vllm/options.py` disables this. Without the replacements, tests/e2e/test_ngrams.py fails.
+A step of the older runner (v1/worker/gpu_model_runner.py) calls the replaced methods in this order: verify the last
+drafts (`_get_spec_decode_draft_probs`), draft with the heads (`propose`), store the tokens (`_bookkeeping_sync`), hand
+the drafts to the scheduler (`take_draft_token_ids`). The text ends with the tokens of the step only in the last call.
+With asynchronous scheduling, vLLM counted 422 drafts in a run where the transformers engine made 214, so
+`engines/vllm/options.py` disables it. Without the replacements, tests/e2e/test_ngrams.py fails.
 """
 
 from collections.abc import Callable, Mapping
@@ -143,7 +145,7 @@ def with_counts(bookkeeping_sync: Callable[..., Any]) -> Callable[..., Any]:
         found = bookkeeping_sync(runner, scheduler_output, *others)
         if _given(runner.vllm_config) is None:
             return found
-        tokens_of_requests, requests = found[3], found[5]
+        tokens_of_requests, requests = found[3], found[5]  # valid_sampled_token_ids, req_ids_output_copy of 0.32
         for request, tokens in zip(requests, tokens_of_requests, strict=True):
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request)
             if drafts and tokens and request in _ngram_requests(runner):

@@ -95,7 +95,7 @@ def with_ngrams(config: EngineConfig, speculative: dict[str, Any] | None) -> dic
     return {
         "speculative_config": {**speculative, "num_speculative_tokens": most},
         "additional_config": ngram_drafts.settings_of(ngrams, of_heads),
-        # With asynchronous scheduling, the scheduler does not see the drafts.
+        # With asynchronous scheduling, vLLM counts drafts that were not made (`ngram_drafts.py`).
         "async_scheduling": False,
     }
 
