@@ -92,10 +92,13 @@ def run(model: Path, *start: str, words: str = "--help", processes: int = 1) -> 
     """Run a command in the model's directory; return its exit code, its output, and the names of executed files."""
     marker = model.parent / "executed"
     marker.unlink(missing_ok=True)
+    environment = os.environ | {"NPROC_PER_NODE": str(processes), "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # A command that an earlier test called in this process has set it for its children.
+    environment.pop("PYTHONSAFEPATH", None)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *start, *words.split()],
         cwd=model,
-        env=os.environ | {"NPROC_PER_NODE": str(processes), "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
