@@ -1,8 +1,8 @@
 """Run `swiftlite bench`: measure the servers that `deploy` would start to find the best number of draft tokens.
 
-Servers are measured one after another. The server without drafts is measured first and last; the difference between
-these two measurements shows the noise of the machine. bench.json is written after each server, so that an interrupted
-run keeps its results.
+Servers are measured one after another; without a GPU, all of them are started at the beginning. The server without
+drafts is measured first and last; the difference between these two measurements shows the noise of the machine.
+bench.json is written after each server, so that an interrupted run keeps its results.
 """
 
 import json
@@ -17,6 +17,7 @@ from swiftlite.atomic import atomic_write, check_writable
 from swiftlite.bench import report
 from swiftlite.bench.measure import ServerResult, describe, measure
 from swiftlite.bench.page import bench_chart, bench_page
+from swiftlite.bench.servers import all_together, fit_together, one_at_a_time
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import load_tokenizer, stop_token_ids
@@ -25,7 +26,7 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.server.process import free_url
+from swiftlite.engines.server.process import free_urls
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
@@ -53,21 +54,24 @@ def run(args: BenchArgs) -> None:
     stops = stop_token_ids(encoder.template, model.directory)
     sampling = Sampling(args.max_new_tokens, args.temperature, stop_token_ids=stops)
     numbers = [0, *sorted(set(args.num_speculative_tokens) - {0})]
-    url, port = free_url()
-    commands = {k: deploy.server_command(replace(deploy_args(args, k), port=port), model) for k in numbers}
+    commands, urls = {}, {}
+    for k, (url, port) in zip(numbers, free_urls(len(numbers)), strict=True):
+        urls[k] = url
+        commands[k] = deploy.server_command(replace(deploy_args(args, k), port=port), model)
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
     environment = report.describe_environment(args) | {"prompts": len(prompts)}
     servers: list[ServerResult] = []
     content: dict[str, Any] = {}
-    with raises_at_sigterm():
+    for log in output_dir.glob("server_*.log"):  # of an earlier run
+        log.unlink()
+    start = all_together if fit_together(model, len(numbers)) else one_at_a_time
+    names = ", ".join(describe(k) for k in numbers)
+    logger.info("starting servers (%s), logs: %s", names, output_dir / "server_*.log")
+    with raises_at_sigterm(), start(commands, urls, output_dir) as get:
         for k in [*numbers, 0]:
             is_last = len(servers) == len(numbers)
-            log = output_dir / f"server_{k}.log"
-            if is_last:
-                log = output_dir / f"server_{k}_again.log"
-            logger.info("%s: starting a server, log: %s", describe(k), log)
-            servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
+            servers.append(measure(args, k, get(k), prompts, sampling, salt="again " if is_last else ""))
             content = environment | report.to_json(args, servers, is_complete=is_last)
             atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
             for name in DRAWN:  # files of an earlier run

@@ -8,20 +8,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from pkgutil import resolve_name
 
 import aiohttp
 
 from swiftlite.args.commands import BenchArgs
 from swiftlite.bench.results import ConcurrencyResult, Round
+from swiftlite.bench.servers import RunningServer
 from swiftlite.engines.client import Answer, Client
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.server.process import serve
-from swiftlite.engines.server_command import ServerCommand
 from swiftlite.log import logger
-from swiftlite.redact import redact_text
 
 WARM_UP = "warm-up"
 
@@ -46,35 +43,34 @@ class ServerResult:
 def measure(
     args: BenchArgs,
     num_speculative_tokens: int,
-    url: str,
-    command: ServerCommand,
+    running: RunningServer,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    log: Path,
+    salt: str = "",
 ) -> ServerResult:
-    """Start a server, send it every prompt at every concurrency `args.rounds` times, and stop it.
+    """Send every prompt to a server at every concurrency `args.rounds` times.
 
     Args:
-        url: address of the server.
-        log: file for the server's output.
+        salt: text that separates the prefix cache of this measurement from that of others with the same server.
 
     Raises:
-        UserError: the server ended before it was ready, rejected a prompt or stopped responding.
+        UserError: the server rejected a prompt or stopped responding.
     """
-    start = time.perf_counter()
-    with serve(command, url, log) as server:
-        seconds_to_start = time.perf_counter() - start
-        try:
-            measured = asyncio.run(_ask(args, url, num_speculative_tokens, prompts, sampling))
-        except aiohttp.ClientError as error:
-            raise server.failure(f"the server stopped responding: {error}") from None
-    return ServerResult(
-        num_speculative_tokens, redact_text(command.redacted().shell_line()), seconds_to_start, measured
-    )
+    server = running.server
+    try:
+        measured = asyncio.run(_ask(args, server.url, num_speculative_tokens, prompts, sampling, salt))
+    except aiohttp.ClientError as error:
+        raise server.failure(f"the server stopped responding: {error}") from None
+    return ServerResult(num_speculative_tokens, running.command, running.seconds_to_start, measured)
 
 
 async def _ask(
-    args: BenchArgs, url: str, num_speculative_tokens: int, prompts: Sequence[Sequence[int]], sampling: Sampling
+    args: BenchArgs,
+    url: str,
+    num_speculative_tokens: int,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    first_salt: str,
 ) -> list[ConcurrencyResult]:
     measured = []
     async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
@@ -84,7 +80,7 @@ async def _ask(
             rounds: list[Round] = []
             for number in range(args.rounds):
                 # Prompts share cached prefixes only within a round, so each round computes them again.
-                salt = f"{concurrency} {number}"
+                salt = f"{first_salt}{concurrency} {number}"
                 if args.repeat_prompts:
                     salt = WARM_UP
                 rounds.append(await generate_all(client, prompts, concurrency, salt))

@@ -1,16 +1,18 @@
 """Run `swiftlite speedup`.
 
-In each round the model writes prompts and answers them, heads are trained on all answers so far, and the accepted
-drafts on held-out prompts are counted. The first round is small and shows how fast the machine is; the next rounds use
-the rest of the budget. At the end `bench` measures the speed with the best heads.
+In each round the model writes prompts and answers them, heads are trained on all answers so far, and the drafts that
+would be accepted on held-out prompts are counted. The first round is small and shows how fast the machine is; the next
+rounds use the rest of the budget. At the end `bench` measures the speed with the best heads.
 """
 
+import os
 import shutil
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from swiftlite.acceptance.teacher_forced import ALL
+from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_answers
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.args.duration import seconds_of
 from swiftlite.atomic import check_writable
@@ -25,9 +27,9 @@ from swiftlite.speedup import budget
 from swiftlite.speedup.dataset import RoundRows
 from swiftlite.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
 from swiftlite.speedup.plan import ANSWERS, HELD_OUT, Commands
-from swiftlite.speedup.results import accepted_drafts, concurrency_of, read_result
-from swiftlite.speedup.screen import final_lines
-from swiftlite.speedup.state import Progress
+from swiftlite.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result
+from swiftlite.speedup.screen import answer_lines, final_lines, run_with
+from swiftlite.speedup.state import MODEL, Progress
 from swiftlite.speedup.steps import CommandStep, is_complete, run_step
 
 # Options that may change when a command resumes: with a larger budget more rounds run, with another concurrency `bench`
@@ -60,11 +62,27 @@ def run(args: SpeedupArgs) -> None:
         except KeyboardInterrupt:
             hint = "run the same command again to resume"
             raise UserError("interrupted; completed steps are kept", hint, 130) from None
-    evaluation = directory / best / "evaluation" / "evaluation.json"
-    accepted = read_result(evaluation, partial(accepted_drafts, backend=args.infer_backend))
     bench = directory / best / "bench" / "bench.json"
-    for line in read_result(bench, partial(final_lines, progress, best, acceptance=accepted)):
+    answers = read_answers(directory / run_with(best)).get(_when(best), [])
+    with_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    lines = read_result(bench, partial(final_lines, progress, best, acceptance=_accepted(directory, best)))
+    for line in [*answer_lines(answers, with_color), "", *lines]:
         print(line)
+
+
+def _accepted(directory: Path, name: str) -> dict[str, list[float]]:
+    """Return the share of accepted drafts of the heads called `name`, by channel and position."""
+    path = directory / run_with(name) / ACCEPTANCE_FILE
+    return read_result(path, partial(accepted_drafts, when=_when(name)))
+
+
+def _when(name: str) -> When:
+    """Return whether heads were measured before or after the training of a round. The heads of --model are those from
+    which the first round starts.
+    """
+    if name == MODEL:
+        return "before"
+    return "after"
 
 
 def _check_template(args: SpeedupArgs, model: HfModel) -> None:
@@ -127,9 +145,7 @@ class _Speedup:
         if is_complete(bench, self._progress) and read_result(bench.result, concurrency_of) != self._args.concurrency:
             logger.info("bench runs again, for another --concurrency")
             self._progress.repeat(bench.name)
-        run_step(bench, self._progress, self._directory)
-        if self._progress.spent > self._budget:
-            logger.info("the budget of %s is exceeded: the first round and bench always run", self._args.budget)
+        self._run(bench)
         return best
 
     def _prompts_of(self, number: int) -> int:
@@ -155,35 +171,36 @@ class _Speedup:
 
     def _times_of(self, number: int) -> budget.RoundTimes:
         seconds = self._progress.seconds
-        fixed = seconds[f"round-{number}/export"] + seconds[f"round-{number}/evaluation"]
         return budget.RoundTimes(
             self._progress.rounds[number - 1],
             seconds[f"round-{number}/answers"],
             seconds[f"round-{number}/training"],
-            fixed,
+            seconds[f"round-{number}/export"],
         )
 
     def _run_round(self, number: int, prompts: int) -> None:
         commands, progress, directory = self._commands, self._progress, self._directory
         rows = self._rows.of_round(number, prompts)
         first = sum(progress.rounds[: number - 1])
-        self._run_within_budget(commands.answers(number, prompts, len(rows), first))
+        self._run(commands.answers(number, prompts, len(rows), first))
         self._divide(number)
-        if number == 1 and self._model.heads.layers:
-            self._evaluate("model")
-        # From the best heads so far; `best` is empty for new heads.
-        self._run_within_budget(commands.training(number, progress.best))
+        base = progress.best or (MODEL if self._model.heads.layers else "")
+        self._run(commands.training(progress.rounds[:number], base))
         shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
-        run_step(commands.export(number), progress, directory)
-        self._evaluate(f"round-{number}")
+        for name in {base, f"round-{number}"} - {""}:
+            progress.acceptance.setdefault(name, _accepted(directory, name)[ALL])
+        self._run(commands.export(number))
 
-    def _run_within_budget(self, step: CommandStep) -> None:
-        """Run a step unless it is complete. If the budget is exceeded after it, log that the round still continues."""
-        was_complete = step.name in self._progress.seconds
+    def _run(self, step: CommandStep) -> None:
+        """Run a step unless it is complete, after a line about the time so far."""
+        if not is_complete(step, self._progress):
+            spent = self._progress.spent
+            used = f"{spent / 60:.1f} minutes of --budget {self._args.budget} used"
+            if spent > self._budget:
+                logger.warning("%s: %s; the first round and bench always run", step.name, used)
+            else:
+                logger.info("%s: %s", step.name, used)
         run_step(step, self._progress, self._directory)
-        if not was_complete and self._progress.spent > self._budget:
-            minutes = f"{self._progress.spent / 60:.0f} minutes, more than --budget {self._args.budget}"
-            logger.warning("used %s; this round and bench still run", minutes)
 
     def _divide(self, number: int) -> None:
         """Write the training rows of a round; in the first round also the held-out rows that all rounds share."""
@@ -196,10 +213,3 @@ class _Speedup:
             rows, kept = divide(rows)
             write_rows(held_out, kept)
         write_rows(training, without_similar(rows, read_rows(held_out)))
-
-    def _evaluate(self, name: str) -> None:
-        step = self._commands.evaluation(name)
-        run_step(step, self._progress, self._directory)
-        accepted = read_result(step.result, partial(accepted_drafts, backend=self._args.infer_backend))
-        self._progress.acceptance[name] = accepted[ALL]
-        self._progress.write(self._directory)

@@ -8,19 +8,22 @@ from swiftlite.args.commands import SpeedupArgs
 from swiftlite.engines.index import ENGINES
 from swiftlite.families.resolved import HfModel
 from swiftlite.runtime.environment import sees_gpu
+from swiftlite.speedup.held_out import NUM_HELD_OUT
+from swiftlite.speedup.state import MODEL
 from swiftlite.speedup.steps import CommandStep
 
 DRAFTED = 3
-"""Number of draft tokens per step in training and in evaluation. `bench` also measures smaller numbers."""
+"""Number of draft tokens per step in training. `bench` also measures smaller numbers."""
 DRAFT_VOCAB = 8192
 LR_OF_ROUNDS = "1e-3"
 """Peak learning rate if training starts from the heads of an earlier round; it equals the default for new heads."""
 LR_OF_TRAINED_HEADS = "3e-4"
 """Peak learning rate if training starts from the heads of the checkpoint, which a larger rate could damage."""
+FEW_PROMPTS = 128
+"""Number of prompts up to which heads are trained for one epoch. Most of the quality then comes from the fit that
+initializes them, and the time is better spent on more answers."""
 MIN_BENCH_PROMPTS = 16
 """Minimum number of prompts of `bench`; with fewer, the speed varies too much."""
-OPENINGS_SHARE = 0.5
-"""Share of the prompts written by the model that start with an opening."""
 MIN_ACCEPTED = 0.08
 """Minimum share of accepted drafts at a position for which `bench` measures that number of drafts. Another draft costs
 about 10 % of the time of a decoding step."""
@@ -61,32 +64,39 @@ class Commands:
             words += ["--dataset", str(directory / ROWS)]
         if prompts > num_rows:
             words += ["--self_prompts", str(prompts - num_rows)]
-            words += ["--openings", "builtin", "--openings_share", str(OPENINGS_SHARE)]
+            # Prompts with an opening are of more kinds: heads that are fitted to them accept more drafts.
+            words += ["--openings", "builtin"]
         words += ["--max_new_tokens", str(args.max_new_tokens), "--max_batch_size", "64"]
         words += ["--seed", str((args.seed + first) % 2**32), *self._system(), "--output_dir", str(output)]
         return CommandStep(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
 
-    def training(self, number: int, base: str) -> CommandStep:
-        """Return the command that trains heads on the answers of all rounds so far.
+    def training(self, rounds: Sequence[int], base: str) -> CommandStep:
+        """Return the command that trains heads on the answers of all rounds so far, and counts the accepted drafts on
+        held-out prompts.
 
         Args:
-            number: number of the round, from 1.
+            rounds: number of prompts of each round so far.
             base: name of the heads to start from: "model" or an earlier round such as "round-1"; empty for new heads.
         """
+        number = len(rounds)
         directory = self.directory / f"round-{number}"
         output = directory / "run"
         rows = [str(self.directory / f"round-{each}" / "train.jsonl") for each in range(1, number + 1)]
         words = ["megatron", "sft", *self._model(self.path_of(base)), "--dataset", *rows]
         words += ["--val_dataset", str(self.directory / HELD_OUT), "--mtp_mode", "heads_only"]
-        words += "--packing true --max_length 1024 --global_batch_size 1 --num_train_epochs 3".split()
-        words += "--acceptance_samples 8 --acceptance_max_new_tokens 32 --save_steps 100 --save_total_limit 1".split()
+        words += "--mtp_loss nla --packing true --max_length 1024 --global_batch_size 1".split()
+        if sum(rounds) <= FEW_PROMPTS:
+            words += "--num_train_epochs 1 --acceptance_max_new_tokens 32".split()
+        else:
+            words += "--num_train_epochs 3 --acceptance_max_new_tokens 64".split()
+        words += f"--acceptance_samples {NUM_HELD_OUT} --save_steps 100 --save_total_limit 1".split()
         if self.model.heads.layers <= 1:
             words += ["--mtp_unroll", str(DRAFTED)]
         engine = ENGINES[self.args.infer_backend]
         if engine.convention_for(self.model.family).drafting != self.model.family.mtp.drafting:
             words += ["--draft_for", engine.name]
         if base:
-            words += ["--lr", LR_OF_TRAINED_HEADS if base == "model" else LR_OF_ROUNDS]
+            words += ["--lr", LR_OF_TRAINED_HEADS if base == MODEL else LR_OF_ROUNDS]
         elif self.model.config["vocab_size"] > DRAFT_VOCAB and engine.supports_draft_vocab:
             words += ["--draft_vocab", str(DRAFT_VOCAB)]
         words += ["--cache_trunk_states", str(directory / "states"), "--resume", "true"]
@@ -102,22 +112,9 @@ class Commands:
 
     def path_of(self, name: str) -> str:
         """Return the directory of the model with the heads called `name`: --model or the export of a round."""
-        if name in ("", "model"):
+        if name in ("", MODEL):
             return self.args.model
         return str(self.directory / name / "hf")
-
-    def evaluation(self, name: str) -> CommandStep:
-        """Return the command that counts the accepted drafts on the held-out prompts.
-
-        Args:
-            name: name of the heads: "model", or a round such as "round-1".
-        """
-        args = self.args
-        output = self.directory / name / "evaluation"
-        words = ["evaluate", *self._model(self.path_of(name)), "--dataset", str(self.directory / HELD_OUT)]
-        words += ["--infer_backend", args.infer_backend, "--num_speculative_tokens", str(DRAFTED)]
-        words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
-        return CommandStep(f"{name}/evaluation", tuple(words), output / "evaluation.json")
 
     def bench(self, name: str, accepted: Sequence[float], rounds: int) -> CommandStep:
         """Return the command that measures the speed of servers of the model with the heads called `name`.

@@ -1,13 +1,15 @@
-"""Read the results of `evaluate` and `bench`."""
+"""Read the results of `megatron sft` and `bench`."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 
 Result = TypeVar("Result")
+When = Literal["before", "after"]
+ALL = "all"
 
 
 def read_result(path: Path, read: Callable[[Any], Result]) -> Result:
@@ -22,17 +24,19 @@ def read_result(path: Path, read: Callable[[Any], Result]) -> Result:
         raise UserError(f"{path} is damaged", "delete it and run the same command again") from None
 
 
-def accepted_drafts(evaluation: Any, backend: str) -> dict[str, list[float]]:
-    """Return the share of accepted drafts at each draft position, by channel.
+def accepted_drafts(acceptance: Any, when: When) -> dict[str, list[float]]:
+    """Return the share of accepted drafts at each draft position, by channel; under "all" over all prompts.
 
     Args:
-        evaluation: content of evaluation.json.
-        backend: engine that counted the drafts.
+        acceptance: content of acceptance.json of a run.
+        when: whether to read the counts before or after training.
     """
-    by_channel = {}
-    for channel, figures in evaluation["model"][backend].items():
-        by_channel[channel] = [float(share) for share in figures["acceptance_per_position"]]
-    return by_channel
+    measured = acceptance[when]
+    by_channel = {ALL: measured["generated"], **measured.get("generated_by_channel", {})}
+    shares = {}
+    for channel, figures in by_channel.items():
+        shares[channel] = [float(share) for share in figures["acceptance_per_position"]]
+    return shares
 
 
 def concurrency_of(bench: Any) -> list[int]:

@@ -1,51 +1,95 @@
-"""Format the last lines of `speedup`.
-
-They show the loads at which drafts do not pay off, the speed, the acceptance, and the command that deploys the model.
-"""
+"""Format the last lines of `speedup`: the speed, the acceptance, some answers, and the commands that use the model."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from swiftlite.report.table import text_table
-from swiftlite.speedup.state import Progress
+from swiftlite.speedup.results import ALL
+from swiftlite.speedup.state import MODEL, Progress
 
 MUCH_DRIFT = 0.1
 """Relative change of the speed without drafts during `bench` above which ratios are inaccurate."""
+NUM_ANSWERS = 3
+ANSWER_LENGTH = 300
+"""Number of characters after which a printed answer ends."""
+GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
 def final_lines(
     progress: Progress, best: str, bench: Mapping[str, Any], acceptance: Mapping[str, Sequence[float]]
 ) -> list[str]:
-    """Return the last lines of the output.
+    """Return the last lines of the output, without the answers.
 
     Args:
         best: name of the best heads: "model", or a round such as "round-1".
         bench: content of the bench.json of the best heads.
         acceptance: share of accepted drafts of the best heads per position, by channel.
     """
-    choices = bench["recommendations"]
     lines = []
-    for choice in choices:
-        if not choice["num_speculative_tokens"]:
-            lines.append(f"with {choice['concurrency']} concurrent requests, serve without drafts: {choice['reason']}")
+    for place, choice in enumerate(bench["recommendations"]):
+        lines += _speedup(bench, place, choice)
         if abs(choice["drift"]) > MUCH_DRIFT:
             lines.append(
-                f"with {choice['concurrency']} concurrent requests, the server without drafts was "
+                f"  with {choice['concurrency']} concurrent requests, the server without drafts was "
                 f"{1 + choice['drift']:.2f}x as fast at the end of the measurement as at the start: other programs "
                 f"used the machine, and ratios are inaccurate; delete {best}/bench and repeat the command"
             )
     lines += ["", text_table(_speeds(bench)), "", text_table(_acceptance(progress, best, acceptance)), ""]
-    if best == "model":
+    if best == MODEL:
         lines.append("The heads of --model are better than the trained ones and stay.")
     lines.append("Serve it:")
     if bench["schedule_command"]:
         commands = [bench["schedule_command"]]
     else:
-        commands = list(dict.fromkeys(choice["command"] for choice in choices))
+        commands = list(dict.fromkeys(choice["command"] for choice in bench["recommendations"]))
     lines += [f"    {command}" for command in commands]
     minutes = progress.spent / 60
     lines.append(f"time: {minutes:.0f} minutes, rounds: {len(progress.rounds)}; a larger --budget continues from here")
     return lines
+
+
+def _speedup(bench: Mapping[str, Any], place: int, choice: Mapping[str, Any]) -> list[str]:
+    """Return the lines about the speed at one number of concurrent requests.
+
+    Args:
+        place: index of this number in `bench`.
+    """
+    requests = f"{choice['concurrency']} requests at a time"
+    if choice["concurrency"] == 1:
+        requests = "1 request at a time"
+    chosen = choice["num_speculative_tokens"]
+    if not chosen:
+        return [f"{requests}: 1.00x, because the server drafts nothing ({choice['reason']})"]
+    ratio = choice["ratios"][str(chosen)]
+    plain = _without_drafts(bench, place)
+    (drafting,) = [server for server in bench["servers"] if server["num_speculative_tokens"] == chosen]
+    measured = drafting["measured"][place]
+    line = (
+        f"{requests}: {ratio:.2f}x as fast, {measured['tokens_per_second']:.1f} tokens/s with drafts and {plain:.1f} "
+    )
+    line += f"without; answers are equal for {measured['answers_equal']} of {bench['prompts']} prompts"
+    return [line, f"  tokens per step: {measured['mean_accepted_length']:.2f}; {_sources(measured['drafts'])}"]
+
+
+def _sources(drafts: Mapping[str, Any]) -> str:
+    """Describe how many draft tokens of the heads and of the text were accepted."""
+    text = drafts.get("ngram", {"drafted": 0, "accepted": 0})
+    drafted = drafts["drafted"] - text["drafted"]
+    accepted = drafts["accepted"] - text["accepted"]
+    found = f"accepted drafts of the heads: {accepted} of {drafted} ({accepted / max(drafted, 1):.1%})"
+    if text["drafted"]:
+        share = text["accepted"] / text["drafted"]
+        found += f", from the text: {text['accepted']} of {text['drafted']} ({share:.1%})"
+    return found
+
+
+def _without_drafts(bench: Mapping[str, Any], place: int) -> float:
+    """Return the tokens/s without drafts; as in the ratios, the faster of the two measurements."""
+    drift = bench["recommendations"][place]["drift"]
+    return bench["servers"][0]["measured"][place]["tokens_per_second"] * max(1, 1 + drift)
 
 
 def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
@@ -55,11 +99,9 @@ def _speeds(bench: Mapping[str, Any]) -> list[Sequence[str]]:
     choices = bench["recommendations"]
     numbers = list(choices[0]["ratios"])
     rows: list[Sequence[str]] = [["requests", "tokens/s without drafts", *(f"drafts: {k}" for k in numbers), "best"]]
-    without = bench["servers"][0]["measured"]
-    for choice, plain in zip(choices, without, strict=True):
+    for place, choice in enumerate(choices):
         ratios = [f"{choice['ratios'][k]:.2f}x" for k in numbers]
-        # As in the ratios, the faster of the two measurements.
-        speed = f"{plain['tokens_per_second'] * max(1, 1 + choice['drift']):.1f}"
+        speed = f"{_without_drafts(bench, place):.1f}"
         rows.append([str(choice["concurrency"]), speed, *ratios, str(choice["num_speculative_tokens"])])
     return rows
 
@@ -73,8 +115,43 @@ def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Sequence
     positions = len(progress.acceptance[best])
     rows: list[Sequence[str]] = [["held-out prompts", "heads", *(f"draft {place + 1}" for place in range(positions))]]
     for name, shares in progress.acceptance.items():
-        rows.append(["all", name, *(f"{share:.1%}" for share in shares)])
+        rows.append([ALL, name, *(f"{share:.1%}" for share in shares)])
     for channel, shares in by_channel.items():
-        if channel != "all" and len(by_channel) > 2:
+        if channel != ALL and len(by_channel) > 2:
             rows.append([channel, best, *(f"{share:.1%}" for share in shares)])
     return rows
+
+
+def answer_lines(answers: Sequence[Mapping[str, Any]], with_color: bool) -> list[str]:
+    """Return some prompts and answers with marked draft tokens.
+
+    Args:
+        answers: answers of one model in the format of drafts.json.
+        with_color: whether draft tokens are green; otherwise they are in brackets.
+    """
+    if not answers:
+        return []
+    mark = "green" if with_color else "in [brackets]"
+    lines = ["", f"Held-out prompts and answers. Accepted drafts of the heads are {mark}:"]
+    for answer in answers[:NUM_ANSWERS]:
+        lines += ["", f"    > {shorten(answer['prompt'], 200, placeholder=' …')}"]
+        lines.append(f"    {_marked(answer['tokens'], with_color)}")
+    return lines
+
+
+def _marked(tokens: Sequence[Mapping[str, Any]], with_color: bool) -> str:
+    """Return the start of an answer with marked draft tokens, without control characters of the answer."""
+    begin, end = (GREEN, PLAIN) if with_color else ("[", "]")
+    parts, length = [], 0
+    for is_drafted, group in groupby(tokens, key=lambda token: token["depth"] > 0):
+        text = "".join(token["text"] for token in group)
+        text = "".join(letter if letter.isprintable() else " " for letter in text)
+        text = text[: ANSWER_LENGTH - length]
+        length += len(text)
+        parts.append(f"{begin}{text}{end}" if is_drafted and text else text)
+    return "".join(parts) + (" …" if length >= ANSWER_LENGTH else "")
+
+
+def run_with(best: str) -> Path:
+    """Return the directory of the training run that measured the heads called `best`, relative to --output_dir."""
+    return Path("round-1" if best == MODEL else best) / "run"

@@ -15,6 +15,8 @@ from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 
 FILE = "speedup.json"
+MODEL = "model"
+"""Name of the heads of --model."""
 
 
 @dataclass

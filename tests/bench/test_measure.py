@@ -9,6 +9,7 @@ pytest.importorskip("aiohttp")
 
 from swiftlite.args.commands import BenchArgs
 from swiftlite.bench.measure import generate_all, measure, warm_up_prompts
+from swiftlite.bench.servers import all_together, one_at_a_time
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server.process import free_url
@@ -16,7 +17,8 @@ from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
 
 
-def test_a_server_that_dies_while_it_is_asked(tmp_path):
+@pytest.mark.parametrize("start", [one_at_a_time, all_together])
+def test_a_server_that_dies_while_it_is_asked(tmp_path, start):
     script = """
 import http.server, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -30,8 +32,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
     url, port = free_url()
     command = ServerCommand([sys.executable, "-c", script, str(port)])
-    with pytest.raises(UserError, match="out of memory"):
-        measure(BenchArgs(concurrency=[1, 2]), 0, url, command, [[1], [2]], Sampling(4), tmp_path / "log")
+    with start({0: command}, {0: url}, tmp_path) as get, pytest.raises(UserError, match="out of memory"):
+        measure(BenchArgs(concurrency=[1, 2]), 0, get(0), [[1], [2]], Sampling(4))
 
 
 class Counting:

@@ -74,7 +74,7 @@ def test_killed_at_random_moments(commands: Commands, speedup: list[str]):
     assert results(out) == results(commands.directory / "whole")
     progress = json.loads((out / "speedup.json").read_text())
     assert progress["rounds"] == [128]
-    assert {"round-1/answers", "round-1/training", "round-1/export", "round-1/evaluation"} <= progress["seconds"].keys()
+    assert {"round-1/answers", "round-1/training", "round-1/export"} <= progress["seconds"].keys()
     best = max(progress["acceptance"], key=lambda name: sum(progress["acceptance"][name]))
     assert json.loads((out / best / "bench" / "bench.json").read_text())["complete"]
     held_out = (out / "held_out.jsonl").read_text().splitlines()
@@ -118,7 +118,7 @@ def fill(disk: Path) -> Path:
 
 def test_the_disk_is_full_in_each_step(commands: Commands, speedup: list[str], small_disk: Path):
     """The step ends with a message about the disk, and the same command resumes with this step."""
-    steps = {"answers": "regenerate", "training": "megatron sft", "export": "export", "evaluation": "evaluate"}
+    steps = {"answers": "regenerate", "training": "megatron sft", "export": "export"}
     steps["bench"] = "bench"
     for number, (name, words) in enumerate(steps.items()):
         process = commands.start_for_real(*speedup)

@@ -56,17 +56,16 @@ def complete(tmp_path) -> SpeedupArgs:
     """Prepare the directory of a command whose steps are all complete, and return its options."""
     model = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
     args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), budget="5m", concurrency=[1, 16])
-    steps = ("answers", "training", "export", "evaluation", "bench")
+    steps = ("answers", "training", "export", "bench")
     settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
     directory = Path(args.output_dir)
-    for name in ("answers", "run", "hf", "evaluation", "bench"):
+    for name in ("answers", "run", "hf", "bench"):
         (directory / "round-1" / name).mkdir(parents=True)
     Progress(settings, [128], {f"round-1/{step}": 100.0 for step in steps}).write(directory)
     for name in ("answers/dataset.jsonl", "train.jsonl", "run/run_report.json", "hf/config.json", "../held_out.jsonl"):
         (directory / "round-1" / name).touch()
-    figures = {"all": {"acceptance_per_position": [0.5, 0.25, 0.1]}}
-    evaluation = {"model": {"vllm": figures}}
-    (directory / "round-1/evaluation/evaluation.json").write_text(json.dumps(evaluation))
+    acceptance = {"after": {"generated": {"acceptance_per_position": [0.5, 0.25, 0.1]}}}
+    (directory / "round-1/run/acceptance.json").write_text(json.dumps(acceptance))
     (directory / "round-1/bench/bench.json").write_text(json.dumps(BENCH))
     return args
 
@@ -77,7 +76,7 @@ def test_a_complete_command_prints_its_result_again(complete, capsys, caplog):
     printed = capsys.readouterr().out
     assert has_line(printed, "round-1 50.0% 25.0% 10.0%")
     assert has_line(printed, "swiftlite deploy --num_speculative_tokens 2")
-    assert has_line(caplog.text, "resuming: 5 8 --budget 5m")
+    assert has_line(caplog.text, "resuming: 4 7 --budget 5m")
     assert "WARNING" not in caplog.text
 
 
@@ -89,7 +88,7 @@ def test_an_exceeded_budget_is_logged(complete, caplog, monkeypatch):
     (Path(complete.output_dir) / "speedup.json").write_text(json.dumps(progress))
     monkeypatch.setattr(steps, "_run", lambda words, keep_time: 0)
     run(complete)
-    assert has_line(caplog.text, "WARNING 10 --budget 5m")
+    assert has_line(caplog.text, "WARNING round-1/training 10.0 --budget 5m")
 
 
 def test_another_concurrency_runs_only_bench_again(complete, monkeypatch):
@@ -108,7 +107,7 @@ def test_another_concurrency_runs_only_bench_again(complete, monkeypatch):
     assert progress["unfinished"] == {}
 
 
-@pytest.mark.parametrize("name", ["evaluation/evaluation.json", "bench/bench.json"])
+@pytest.mark.parametrize("name", ["run/acceptance.json", "bench/bench.json"])
 @pytest.mark.parametrize("content", ["", "{", "{}", "[1]"])
 def test_damaged_results_are_named(complete, name, content):
     path = Path(complete.output_dir) / "round-1" / name

@@ -34,9 +34,8 @@ def test_every_command_parses(make_commands, tmp_path):
     commands = make_commands(system="Be brief.", torch_dtype="float32", trust_remote_code=True)
     steps = [
         commands.answers(1, 128, 0, 0),
-        commands.training(2, "round-1"),
+        commands.training([128, 500], "round-1"),
         commands.export(1),
-        commands.evaluation("round-1"),
         commands.bench("round-1", [0.3, 0.1, 0.05], 2),
     ]
     for step in steps:
@@ -61,23 +60,25 @@ def test_rounds_write_different_prompts(make_commands):
 def test_rows_of_the_round_and_prompts_of_the_model(make_commands, tmp_path, num_rows, self_prompts):
     args = options_of(make_commands().answers(3, 200, num_rows, 0))
     assert args.self_prompts == self_prompts
-    assert (args.openings, args.openings_share) == (("builtin", 0.5) if self_prompts else (None, 1.0))
+    assert (args.openings, args.openings_share) == (("builtin", 1.0) if self_prompts else (None, 1.0))
     assert args.dataset == ([str(tmp_path / "out/round-3/rows.jsonl")] if num_rows else [])
 
 
 def test_training_fits_the_model(make_commands):
     commands = make_commands()
-    small = options_of(commands.training(2, ""))
+    small = options_of(commands.training([128, 500], ""))
     assert small.model == commands.args.model
     assert [Path(name).parent.name for name in small.dataset] == ["round-1", "round-2"]
     assert (small.mtp_mode, small.mtp_unroll, small.draft_vocab) == ("heads_only", 3, None)
     assert small.lr is None  # that of new heads
+    assert small.num_train_epochs == 3
+    assert options_of(commands.training([128], "")).num_train_epochs == 1
     large = make_commands(vocab_size=10_000)
-    assert options_of(large.training(1, "")).draft_vocab == 8192
-    later = options_of(large.training(2, "round-1"))
+    assert options_of(large.training([128], "")).draft_vocab == 8192
+    later = options_of(large.training([128, 500], "round-1"))
     assert Path(later.model) == large.directory / "round-1" / "hf"
     assert (later.draft_vocab, later.lr) == (None, 1e-3)  # None: that of the checkpoint
-    several_heads = options_of(make_commands(depth=2).training(1, "model"))
+    several_heads = options_of(make_commands(depth=2).training([128], "model"))
     assert (several_heads.mtp_unroll, several_heads.lr) == (1, 3e-4)
 
 
@@ -101,7 +102,7 @@ def test_the_text_drafts_as_well_without_a_gpu(make_commands, monkeypatch, engin
 
 @pytest.mark.parametrize(("engine", "draft_vocab"), [("vllm", 8192), ("llamacpp", None)])
 def test_a_draft_vocabulary_is_only_for_engines_that_support_it(make_commands, engine, draft_vocab):
-    args = options_of(make_commands(vocab_size=9000, infer_backend=engine).training(1, ""))
+    args = options_of(make_commands(vocab_size=9000, infer_backend=engine).training([128], ""))
     assert args.draft_vocab == draft_vocab
 
 
@@ -110,5 +111,5 @@ def test_heads_are_trained_for_the_engine(tmp_path, engine, draft_for):
     """The inputs of heads in llama.cpp differ from those in vLLM for GLM-4.5."""
     model = make_tiny_hf(tmp_path / "glm", "glm4_moe")
     args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), infer_backend=engine)
-    step = Commands(args, resolve(str(model)), tmp_path / "out").training(1, "")
+    step = Commands(args, resolve(str(model)), tmp_path / "out").training([128], "")
     assert options_of(step).draft_for == draft_for

@@ -1,6 +1,6 @@
 """Test the last lines of the output with given results."""
 
-from swiftlite.speedup.screen import final_lines
+from swiftlite.speedup.screen import answer_lines, final_lines
 from swiftlite.speedup.state import Progress
 from tests.messages import has_line
 
@@ -16,8 +16,26 @@ def recommendation(concurrency: int, number: int, ratios: list[float]) -> dict:
     }
 
 
+DRAFTS = {"drafted": 50, "accepted": 20, "ngram": {"drafts": 10, "drafted": 30, "accepted": 15}}
+
+
+def measured(tokens_per_second: float) -> dict:
+    return {
+        "tokens_per_second": tokens_per_second,
+        "mean_accepted_length": 1.5,
+        "answers_equal": 15,
+        "drafts": DRAFTS,
+    }
+
+
 BENCH = {
-    "servers": [{"measured": [{"tokens_per_second": 30.0}, {"tokens_per_second": 90.0}]}],
+    "prompts": 16,
+    "servers": [
+        {"num_speculative_tokens": 0, "measured": [measured(30.0), measured(90.0)]},
+        {"num_speculative_tokens": 1, "measured": [measured(36.0), measured(81.0)]},
+        {"num_speculative_tokens": 2, "measured": [measured(42.0), measured(72.0)]},
+        {"num_speculative_tokens": 0, "measured": [measured(30.6), measured(91.8)]},
+    ],
     "recommendations": [recommendation(1, 2, [1.2, 1.4]), recommendation(16, 0, [0.9, 0.8])],
     "schedule_command": None,
 }
@@ -29,7 +47,9 @@ def test_everything_is_said():
     channels = {name: [0.5, 0.25] for name in ("all", "code", "self_prompts")}
     lines = final_lines(PROGRESS, "round-2", BENCH, channels)
     text = "\n".join(lines)
-    assert "16" in lines[0]  # where drafts do not pay off comes first
+    assert has_line(lines[0], "1 1.40x 42.0 30.6 15 of 16")
+    assert has_line(lines[1], "1.50 5 of 20 25.0% 15 of 30 50.0%")
+    assert has_line(lines[2], "16 1.00x drafts are slower")
     assert has_line(text, "30.6 1.20x 1.40x 2")
     assert has_line(text, "91.8 0.90x 0.80x 0")
     assert has_line(text, "round-1 30.0% 10.0%")
@@ -37,6 +57,18 @@ def test_everything_is_said():
     assert has_line(text, "code 50.0% 25.0%")
     assert has_line(text, "swiftlite deploy --num_speculative_tokens 2")
     assert has_line(text, "2 minutes --budget")
+
+
+def test_answers_with_marked_drafts():
+    tokens = [{"text": "Yes", "depth": 0}, {"text": ", it", "depth": 1}, {"text": " is", "depth": 2}]
+    tokens += [{"text": "\x1b[2J\n", "depth": 0, "refused": "x"}, {"text": "so" * 500, "depth": 1}]
+    answers = [{"prompt": "Is it?\n" + "word " * 100, "channel": "", "tokens": tokens}] * 9
+    marked = "\n".join(answer_lines(answers, with_color=False))
+    assert marked.count("> Is it? word") == 3
+    assert "Yes[, it is] [2J [soso" in marked
+    assert "\x1b" not in marked  # a model's answer cannot control the terminal
+    assert "Yes\x1b[32m, it is\x1b[0m" in "\n".join(answer_lines(answers, with_color=True))
+    assert answer_lines([], with_color=True) == []
 
 
 def test_one_server_for_every_load_is_preferred():

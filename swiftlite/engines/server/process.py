@@ -21,16 +21,32 @@ LINES_TO_SHOW = 15
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
 
 
-@dataclass(frozen=True)
+@dataclass
 class Server:
     """The process of a server.
 
     Attributes:
+        url: address at which the server listens.
         log: file with the server's output.
+        was_healthy: whether `wait_until_healthy` has succeeded.
     """
 
     process: subprocess.Popen
+    url: str
     log: Path
+    was_healthy: bool = False
+
+    def wait_until_healthy(self) -> None:
+        """Wait until the server accepts requests.
+
+        Raises:
+            UserError: the server ended before.
+        """
+        while not _is_healthy(self.url):
+            if self.process.poll() is not None:
+                raise self.failure(f"the server ended with code {self.process.returncode} before it was ready")
+            time.sleep(0.5)
+        self.was_healthy = True
 
     def failure(self, what: str) -> UserError:
         """Return the error of a failed server, with the end of its log."""
@@ -50,6 +66,14 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
     Raises:
         UserError: the server ended before it was healthy.
     """
+    with launch(command, url, log) as server:
+        server.wait_until_healthy()
+        yield server
+
+
+@contextlib.contextmanager
+def launch(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
+    """Start a server like `serve`, without waiting until it is healthy."""
     with log.open("wb") as stream:
         # In a separate session, so that Ctrl-C reaches only this process, and remaining children can be found.
         process = subprocess.Popen(
@@ -61,25 +85,28 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    server = Server(process, log)
-    patience = 0  # a starting server has no requests to drain
+    server = Server(process, url, log)
     try:
-        while not _is_healthy(url):
-            if process.poll() is not None:
-                raise server.failure(f"the server ended with code {process.returncode} before it was ready")
-            time.sleep(0.5)
-        patience = SECONDS_TO_STOP
         yield server
     finally:
+        patience = SECONDS_TO_STOP if server.was_healthy else 0  # a starting server has no requests to drain
         _stop(process, patience)
 
 
 def free_url() -> tuple[str, int]:
     """Return a free address and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return f"http://127.0.0.1:{port}", port
+    return free_urls(1)[0]
+
+
+def free_urls(number: int) -> list[tuple[str, int]]:
+    """Return different free addresses and their ports."""
+    with contextlib.ExitStack() as probes:
+        ports = []
+        for _ in range(number):
+            probe = probes.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    return [(f"http://127.0.0.1:{port}", port) for port in ports]
 
 
 def _is_healthy(url: str) -> bool:
