@@ -60,7 +60,7 @@ def run(args: BenchArgs) -> None:
         commands[k] = deploy.server_command(replace(deploy_args(args, k), port=port), model)
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
-    environment = report.describe_environment(args) | {"prompts": len(prompts)}
+    environment = report.describe_environment(args)
     servers: list[ServerResult] = []
     content: dict[str, Any] = {}
     for log in output_dir.glob("server_*.log"):  # of an earlier run
@@ -71,8 +71,12 @@ def run(args: BenchArgs) -> None:
     with raises_at_sigterm(), start(commands, urls, output_dir) as get:
         for k in [*numbers, 0]:
             is_last = len(servers) == len(numbers)
-            servers.append(measure(args, k, get(k), prompts, sampling, salt="again " if is_last else ""))
-            content = environment | report.to_json(args, servers, is_complete=is_last)
+            seconds = None if servers else _seconds_of_round(args, len(numbers) + 1)
+            salt = "again " if is_last else ""
+            servers.append(measure(args, k, get(k), prompts, sampling, salt, seconds))
+            # The first measurement decides how many prompts there is time for.
+            prompts = prompts[: len(servers[0].measured[0].rounds[0].answers)]
+            content = environment | {"prompts": len(prompts)} | report.to_json(args, servers, is_complete=is_last)
             atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
             for name in DRAWN:  # files of an earlier run
                 (output_dir / name).unlink(missing_ok=True)
@@ -84,6 +88,16 @@ def run(args: BenchArgs) -> None:
     atomic_write(output_dir / "bench.svg", bench_chart(content))
     atomic_write(output_dir / "bench.html", render(bench_page(content)))
     logger.info("wrote %s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
+
+
+def _seconds_of_round(args: BenchArgs, num_measurements: int) -> float | None:
+    """Return the time of one round over all prompts with which --max_seconds is kept; None without this option.
+
+    The rounds of the first concurrency are usually the longest, so the share of each round is rather too small.
+    """
+    if args.max_seconds is None:
+        return None
+    return args.max_seconds / (num_measurements * args.rounds * len(args.concurrency))
 
 
 def load(args: BenchArgs, model: HfModel, encoder: PromptEncoder) -> list[Sequence[int]]:

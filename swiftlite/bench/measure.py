@@ -47,10 +47,12 @@ def measure(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     salt: str = "",
+    seconds: float | None = None,
 ) -> ServerResult:
     """Send every prompt to a server at every concurrency `args.rounds` times.
 
     Args:
+        seconds: time after which the first round starts no further prompt. The other rounds send as many prompts.
         salt: text that separates the prefix cache of this measurement from that of others with the same server.
 
     Raises:
@@ -58,7 +60,7 @@ def measure(
     """
     server = running.server
     try:
-        measured = asyncio.run(_ask(args, server.url, num_speculative_tokens, prompts, sampling, salt))
+        measured = asyncio.run(_ask(args, server.url, num_speculative_tokens, prompts, sampling, salt, seconds))
     except aiohttp.ClientError as error:
         raise server.failure(f"the server stopped responding: {error}") from None
     return ServerResult(num_speculative_tokens, running.command, running.seconds_to_start, measured)
@@ -71,6 +73,7 @@ async def _ask(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     first_salt: str,
+    seconds: float | None,
 ) -> list[ConcurrencyResult]:
     measured = []
     async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
@@ -83,7 +86,9 @@ async def _ask(
                 salt = f"{first_salt}{concurrency} {number}"
                 if args.repeat_prompts:
                     salt = WARM_UP
-                rounds.append(await generate_all(client, prompts, concurrency, salt))
+                done = await generate_all(client, prompts, concurrency, salt, (seconds, max(args.concurrency)))
+                prompts, seconds = prompts[: len(done.answers)], None
+                rounds.append(done)
             counts = None
             if num_speculative_tokens:
                 counts = (await client.draft_counts()).since(counts_before)
@@ -123,22 +128,34 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
         yield make_client(session, sampling, num_speculative_tokens)
 
 
-async def generate_all(client: Client, prompts: Sequence[Sequence[int]], concurrency: int, salt: str) -> Round:
+async def generate_all(
+    client: Client,
+    prompts: Sequence[Sequence[int]],
+    concurrency: int,
+    salt: str,
+    limit: tuple[float | None, int] = (None, 0),
+) -> Round:
     """Send every prompt once, with `concurrency` requests in flight.
 
     The prefix cache is shared only within one `salt`.
+
+    Args:
+        limit: seconds after which no further prompt is sent, and a number of prompts that are sent in any case.
     """
     answers: dict[int, Answer] = {}
     waiting = iter(enumerate(prompts))
+    seconds, least = limit
+    start = time.perf_counter()
 
     async def work() -> None:
         for number, prompt in waiting:
+            if seconds is not None and number >= least and time.perf_counter() - start > seconds:
+                return
             answers[number] = await client.answer(prompt, salt)
 
-    start = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(concurrency)))
-    seconds = time.perf_counter() - start
-    return Round([answers[number] for number in range(len(prompts))], seconds)
+    elapsed = time.perf_counter() - start
+    return Round([answers[number] for number in range(len(answers))], elapsed)
 
 
 def describe(num_speculative_tokens: int) -> str:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 BENCH_SHARE = 0.3
 """Share of the budget that is reserved for `bench`."""
+STARTS = 60.0
+"""Seconds for the starts of servers."""
+MIN_BENCH = 60.0
+"""Minimum of seconds for the measurements of `bench`."""
 LARGEST_GROWTH = 8
 """Maximum ratio of the prompts of a round to those of the previous one. Times cannot be extrapolated to much larger
 rounds."""
@@ -38,6 +42,15 @@ def bench_rounds(budget: float) -> int:
         budget: seconds of the whole command.
     """
     return 1 if budget < 900 else 2
+
+
+def bench_seconds(budget: float, spent: float) -> float:
+    """Return the seconds for the measurements of `bench`.
+
+    Args:
+        spent: seconds so far.
+    """
+    return max(budget - spent - STARTS, MIN_BENCH)
 
 
 def first_round(budget: float, largest: int | None = None) -> int:

@@ -141,7 +141,8 @@ class _Speedup:
             number += 1
         best = self._progress.best
         accepted = self._progress.acceptance[best]
-        bench = self._commands.bench(best, accepted, budget.bench_rounds(self._budget))
+        seconds = budget.bench_seconds(self._budget, self._progress.spent)
+        bench = self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds)
         if is_complete(bench, self._progress) and read_result(bench.result, concurrency_of) != self._args.concurrency:
             logger.info("bench runs again, for another --concurrency")
             self._progress.repeat(bench.name)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.families.resolved import HfModel
+from swiftlite.hub.model import is_gguf
 from swiftlite.runtime.environment import sees_gpu
 from swiftlite.speedup.held_out import NUM_HELD_OUT
 from swiftlite.speedup.state import MODEL
@@ -27,6 +29,10 @@ MIN_BENCH_PROMPTS = 16
 MIN_ACCEPTED = 0.08
 """Minimum share of accepted drafts at a position for which `bench` measures that number of drafts. Another draft costs
 about 10 % of the time of a decoding step."""
+BENCH_TOKENS = 64
+"""Maximum length of an answer in `bench`."""
+GGUF_TYPE = "q8_0"
+"""Type of the weights with which llama.cpp is compared."""
 HELD_OUT = "held_out.jsonl"
 ROWS = "rows.jsonl"
 """File of a round with its rows of --dataset."""
@@ -116,13 +122,14 @@ class Commands:
             return self.args.model
         return str(self.directory / name / "hf")
 
-    def bench(self, name: str, accepted: Sequence[float], rounds: int) -> CommandStep:
+    def bench(self, name: str, accepted: Sequence[float], rounds: int, seconds: float) -> CommandStep:
         """Return the command that measures the speed of servers of the model with the heads called `name`.
 
         Args:
             accepted: share of accepted drafts of these heads per position. Numbers of drafts whose last one is rarely
                 accepted are not measured.
             rounds: number of times that every prompt is sent.
+            seconds: time for the measurements, if the machine is slow.
         """
         args = self.args
         most = max(1, sum(share >= MIN_ACCEPTED for share in accepted))
@@ -134,12 +141,41 @@ class Commands:
             words += ["--speculative", "mtp,ngram"]
             if rounds == 1:
                 most = 1  # each number costs the start of a server, and the text drafts further tokens
-        words += ["--num_speculative_tokens", *map(str, range(most + 1))]
-        max_prompts = max(MIN_BENCH_PROMPTS, *args.concurrency)
-        words += ["--concurrency", *map(str, args.concurrency), "--max_prompts", str(max_prompts)]
-        words += ["--rounds", str(rounds)]
-        words += ["--max_new_tokens", "64", *self._system(), "--output_dir", str(output)]
+        words += ["--num_speculative_tokens", *map(str, range(most + 1)), *self._load(), "--rounds", str(rounds)]
+        words += ["--max_seconds", str(round(seconds))]
+        words += ["--max_new_tokens", str(BENCH_TOKENS), *self._system(), "--output_dir", str(output)]
         return CommandStep(f"{name}/bench", tuple(words), output / "bench.json")
+
+    def other_engine(self) -> list[CommandStep]:
+        """Return the commands that measure the speed of llama.cpp with 8-bit weights on a machine without a GPU, where
+        it is often the fastest engine without drafts.
+
+        Returns:
+            An empty list if llama.cpp cannot be compared.
+        """
+        args, engine = self.args, LLAMACPP
+        if sees_gpu() or args.infer_backend == engine.name or not engine.is_installed:
+            return []
+        if not engine.runs(self.model.family.name):
+            return []
+        directory = self.directory / engine.name
+        steps = []
+        file = Path(args.model)
+        if not is_gguf(args.model):
+            file = directory / "gguf" / f"gguf-{GGUF_TYPE}.gguf"
+            words = ["export", "--to_gguf", "--model", args.model, "--gguf_type", GGUF_TYPE]
+            words += ["--output_dir", str(file.parent)]
+            steps.append(CommandStep(f"{engine.name}/export", tuple(words), file, is_atomic=True))
+        words = ["bench", "--model", str(file), "--val_dataset", str(self.directory / HELD_OUT)]
+        words += ["--infer_backend", engine.name, "--num_speculative_tokens", "0"]
+        words += [*self._load(), "--max_new_tokens", str(BENCH_TOKENS), *self._system()]
+        words += ["--output_dir", str(directory / "bench")]
+        return [*steps, CommandStep(f"{engine.name}/bench", tuple(words), directory / "bench" / "bench.json")]
+
+    def _load(self) -> list[str]:
+        """Return the options of `bench` for the numbers of concurrent requests and of prompts."""
+        numbers = self.args.concurrency
+        return ["--concurrency", *map(str, numbers), "--max_prompts", str(max(MIN_BENCH_PROMPTS, *numbers))]
 
     def _model(self, model: str) -> list[str]:
         args = self.args

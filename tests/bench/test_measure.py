@@ -71,3 +71,9 @@ def test_few_prompts_warm_a_server_up():
     assert warm_up_prompts(BenchArgs(concurrency=[1, 4]), prompts) == prompts[:8]
     assert warm_up_prompts(BenchArgs(concurrency=[16]), prompts) == prompts
     assert warm_up_prompts(BenchArgs(concurrency=[1], repeat_prompts=True), prompts) == prompts
+
+
+@pytest.mark.parametrize(("seconds", "least", "number"), [(None, 0, 7), (0.0, 0, 0), (0.0, 5, 5), (600.0, 0, 7)])
+def test_a_limit_of_time_leaves_out_the_last_prompts(seconds, least, number):
+    done = asyncio.run(generate_all(Counting(), [[1]] * 7, 2, "x", (seconds, least)))
+    assert len(done.answers) == number

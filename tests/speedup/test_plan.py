@@ -36,7 +36,7 @@ def test_every_command_parses(make_commands, tmp_path):
         commands.answers(1, 128, 0, 0),
         commands.training([128, 500], "round-1"),
         commands.export(1),
-        commands.bench("round-1", [0.3, 0.1, 0.05], 2),
+        commands.bench("round-1", [0.3, 0.1, 0.05], 2, 99.5),
     ]
     for step in steps:
         args = options_of(step)
@@ -87,7 +87,7 @@ def test_training_fits_the_model(make_commands):
     [([0.5, 0.3, 0.1], "0 1 2 3"), ([0.28, 0.09, 0.04], "0 1 2"), ([0.05, 0.01, 0.0], "0 1")],
 )
 def test_drafts_that_are_rarely_accepted_are_not_measured(make_commands, accepted, numbers):
-    step = make_commands().bench("round-1", accepted, 2)
+    step = make_commands().bench("round-1", accepted, 2, 99.5)
     assert f"--num_speculative_tokens {numbers} --concurrency" in str(step)
 
 
@@ -95,7 +95,7 @@ def test_drafts_that_are_rarely_accepted_are_not_measured(make_commands, accepte
 def test_the_text_drafts_as_well_without_a_gpu(make_commands, monkeypatch, engine, has_gpu, numbers):
     """In a small budget, only one draft of the heads is then measured."""
     monkeypatch.setattr("swiftlite.speedup.plan.sees_gpu", lambda: has_gpu)
-    words = str(make_commands(infer_backend=engine).bench("round-1", [0.5, 0.3, 0.1], 1))
+    words = str(make_commands(infer_backend=engine).bench("round-1", [0.5, 0.3, 0.1], 1, 99.5))
     assert ("--speculative mtp,ngram" in words) is not has_gpu
     assert f"--num_speculative_tokens {numbers} --concurrency" in words
 
