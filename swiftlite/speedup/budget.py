@@ -1,11 +1,23 @@
 """Compute the number of prompts of the next training round from the durations of the previous rounds."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 BENCH_SHARE = 0.3
 """Share of the budget that is reserved for `bench`."""
+FIRST_ROUND_SHARE = 0.4
+"""Share of the budget for the answers and the training of the first round, without the starts of programs."""
+SMALLEST_ROUND = 64
+"""Minimum number of prompts of the first round. Some answers are unusable, and 48 are required."""
+PRODUCTS = 20
+"""Number of matrix products whose time is measured; a fraction of a second on a laptop."""
+PASSES = 4.0
+"""Answers and one epoch of training of a prompt take as long as this number of passes of the model over a longest
+answer, at the speed of large matrix products. Measured with SmolLM2-135M-Instruct on 2 cores."""
 STARTS = 60.0
 """Seconds for the starts of servers."""
 MIN_BENCH = 60.0
@@ -53,16 +65,36 @@ def bench_seconds(budget: float, spent: float) -> float:
     return max(budget - spent - STARTS, MIN_BENCH)
 
 
-def first_round(budget: float, largest: int | None = None) -> int:
+def first_round(budget: float, largest: int | None = None, seconds_per_prompt: float = 0.0) -> int:
     """Return the number of prompts of the first round. Its duration also shows how fast the machine is.
 
     Args:
         largest: maximum number of prompts; None if it is not limited.
+        seconds_per_prompt: estimated time for answers and training.
     """
     prompts = 256 if budget >= 1800 else 128
+    affordable = math.floor(FIRST_ROUND_SHARE * budget / max(seconds_per_prompt, 1e-6))
+    prompts = min(prompts, max(affordable, SMALLEST_ROUND))
     if largest is None:
         return prompts
     return min(prompts, largest)
+
+
+def seconds_per_prompt(num_parameters: int, num_tokens: int) -> float:
+    """Estimate the seconds of this machine's processor for a prompt of the first round, from a short measurement while
+    other programs may use the processor as well.
+
+    Args:
+        num_parameters: parameters of the model.
+        num_tokens: maximum tokens of an answer.
+    """
+    matrix = np.ones((1024, 1024), np.float32)
+    np.matmul(matrix, matrix)  # starts the threads
+    start = time.perf_counter()
+    for _ in range(PRODUCTS):
+        np.matmul(matrix, matrix)
+    per_second = PRODUCTS * 2 * matrix.size * len(matrix) / (time.perf_counter() - start)
+    return PASSES * 2 * num_parameters * num_tokens / per_second
 
 
 def next_round(budget: float, spent: float, rounds: Sequence[RoundTimes], largest: int | None = None) -> int:

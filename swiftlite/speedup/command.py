@@ -5,6 +5,7 @@ would be accepted on held-out prompts are counted. The first round is small and 
 rounds use the rest of the budget. At the end `bench` measures the speed with the best heads.
 """
 
+import math
 import os
 import shutil
 import sys
@@ -16,12 +17,14 @@ from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_answers
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.args.duration import seconds_of
 from swiftlite.atomic import check_writable
+from swiftlite.bridge.tensors import describe
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.data.user_turn import UserTurn
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
+from swiftlite.runtime.environment import sees_gpu
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.speedup import budget
 from swiftlite.speedup.dataset import RoundRows
@@ -160,7 +163,7 @@ class _Speedup:
             return rounds[number - 1]
         largest = self._rows.largest_round()
         if number == 1:
-            prompts = budget.first_round(self._budget, largest)
+            prompts = budget.first_round(self._budget, largest, self._seconds_per_prompt())
         else:
             times = [self._times_of(each) for each in range(1, number)]
             prompts = budget.next_round(self._budget, self._progress.spent, times, largest)
@@ -169,6 +172,14 @@ class _Speedup:
             self._progress.write(self._directory)
             logger.info("round %d: %d prompts", number, prompts)
         return prompts
+
+    def _seconds_per_prompt(self) -> float:
+        """Return the estimated seconds for a prompt of the first round; 0 with a GPU, where starts take longer."""
+        if sees_gpu():
+            return 0.0
+        tensors = describe(self._model.directory)
+        num_parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+        return budget.seconds_per_prompt(num_parameters, self._args.max_new_tokens)
 
     def _times_of(self, number: int) -> budget.RoundTimes:
         seconds = self._progress.seconds

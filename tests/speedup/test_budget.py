@@ -2,7 +2,17 @@
 
 import pytest
 
-from swiftlite.speedup.budget import BENCH_SHARE, RoundTimes, bench_rounds, first_round, next_round
+from swiftlite.speedup.budget import (
+    BENCH_SHARE,
+    SMALLEST_ROUND,
+    RoundTimes,
+    bench_rounds,
+    bench_seconds,
+    first_round,
+    next_round,
+    seconds_per_prompt,
+)
+from swiftlite.speedup.held_out import MIN_ROWS
 
 FIRST = RoundTimes(prompts=100, answers=50, training=100, fixed=20)
 
@@ -16,6 +26,22 @@ def time_of(prompts: int, rounds: list[RoundTimes]) -> float:
 
 def test_the_first_round_is_smaller_within_a_small_budget():
     assert 0 < first_round(600) < first_round(3600)
+
+
+def test_the_first_round_is_smaller_on_a_slow_machine():
+    assert first_round(480, seconds_per_prompt=0.01) == 128
+    assert first_round(480, seconds_per_prompt=2.0) == 96  # 192 of the 480 seconds
+    assert first_round(480, seconds_per_prompt=99.0) == SMALLEST_ROUND > MIN_ROWS
+
+
+def test_a_prompt_takes_longer_with_a_larger_model():
+    small, large = seconds_per_prompt(10**6, 128), seconds_per_prompt(10**9, 128)
+    assert 0 < small < large
+
+
+def test_bench_takes_the_rest_of_the_budget():
+    assert bench_seconds(480, 300) == 120
+    assert bench_seconds(480, 900) == 60
 
 
 @pytest.mark.parametrize("rounds", [[FIRST], [FIRST, RoundTimes(prompts=150, answers=80, training=250, fixed=20)]])
