@@ -129,7 +129,7 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None 
         heads=_planned_heads(args, hf_config),
         mtp_mode=args.mtp_mode,
         is_fused=args.fused_kernels == "auto",  # a plan assumes GPUs
-        lora=_planned_lora(args),
+        lora=_planned_lora(args, Heads.from_config(hf_config)),
         transformer_impl=args.transformer_impl,
         low_precision=low_precision_of(planned_kernels(args)),
         images=_planned_images(args, hf_config, args.max_pixels or max_pixels),
@@ -166,12 +166,18 @@ def _sequences_per_sample(args: DoctorArgs) -> int:
 def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:
     """Return the heads of a run with these options (`plan.heads.heads_of`).
 
-    The ids of the draft vocabulary are placeholders, because only its size matters.
+    Of the draft vocabulary of --draft_vocab, only the size is known; the ids are placeholders.
     """
+    checkpoint = Heads.from_config(hf_config)
     layers = args.mtp_num_layers
     if layers is None:
-        layers = Heads.from_config(hf_config).layers or int(args.mtp_mode == "heads_only")
-    return Heads(layers, args.mtp_unroll, draft_vocab=tuple(range(args.draft_vocab or 0)))
+        layers = checkpoint.layers or int(args.mtp_mode == "heads_only")
+    if not layers:
+        return Heads(0, args.mtp_unroll)
+    draft_vocab = checkpoint.draft_vocab
+    if args.draft_vocab is not None:
+        draft_vocab = tuple(range(args.draft_vocab))
+    return Heads(layers, args.mtp_unroll, draft_vocab=draft_vocab)
 
 
 def planned_kernels(args: DoctorArgs) -> KernelArgs:
@@ -179,12 +185,17 @@ def planned_kernels(args: DoctorArgs) -> KernelArgs:
     return KernelArgs(**dataclasses.asdict(group_of(args, PrecisionArgs)))
 
 
-def _planned_lora(args: DoctorArgs) -> Lora | None:
+def _planned_lora(args: DoctorArgs, checkpoint: Heads) -> Lora | None:
+    """Return the adapters of a run with these options (`plan.heads.lora_of`).
+
+    Args:
+        checkpoint: heads of the model.
+    """
     if args.tuner_type != "lora":
         return None
-    heads_tuner = args.mtp_tuner or "full"
-    if args.mtp_tuner is None and args.mtp_num_layers is None:
-        heads_tuner = "lora"
+    heads_tuner = args.mtp_tuner
+    if heads_tuner is None:
+        heads_tuner = "lora" if checkpoint.layers else "full"  # new heads have no weights to adapt
     on_trunk = args.mtp_mode != "heads_only"
     targets, saved = tuple(args.target_modules), tuple(args.lora_modules_to_save)
     return Lora(
