@@ -1,7 +1,7 @@
 """Convert conversations to prompts of an engine, and compute the sequence length that prompts and answers need."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.fields import ImageArgs
 from swiftlite.data.batch import AXES, ITEM
-from swiftlite.data.encoder import encode_prompt
+from swiftlite.data.encoder import encode_prompt, special_token_note
 from swiftlite.data.image_inputs import GRID, PATCHES, ImageEncoder, ImageProcessing, images_of
 from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError
@@ -22,6 +22,7 @@ from swiftlite.engines.info import EngineInfo
 from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
+from swiftlite.log import logger
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,9 +160,9 @@ def sequence_length(
     return max_model_len or min(model.config["max_position_embeddings"], longest + drafts)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PromptEncoder:
-    """Encodes conversations as prompts of an engine.
+    """Encodes conversations as prompts of an engine. Logs a warning for the first one with special tokens in its text.
 
     Attributes:
         template: chat template of the model.
@@ -172,6 +173,7 @@ class PromptEncoder:
     template: ChatTemplate
     images: ImageEncoder | None = None
     no_images: str | None = NO_IMAGES
+    _has_warned: bool = field(default=False, init=False)
 
     @classmethod
     def open(
@@ -208,6 +210,10 @@ class PromptEncoder:
             sample = encode_prompt(self.template, chat, self.images)
         except RowError as error:
             raise UserError(f"{chat.source}: {error.problem}", error.hint) from None
+        special_token = self.template.special_token_in(chat)
+        if special_token and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s; further prompts are not reported", special_token_note(chat.source, special_token))
         return prompt_of(sample)
 
     def with_absolute_paths(self, chat: Conversation) -> Conversation:
