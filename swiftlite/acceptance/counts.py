@@ -7,6 +7,7 @@ token that the engine would draft. Going through the row step by step gives the 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class DraftCounts:
     """Counts of speculative decoding: steps, draft tokens, and accepted tokens at each draft position.
 
     Attributes:
+        accepted_per_position: 0 at further positions.
         ngram: the part of them that n-grams drafted, if the engine reports it.
     """
 
@@ -45,7 +47,7 @@ class DraftCounts:
         return sum(self.accepted_per_position)
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
-        pairs = zip(self.accepted_per_position, other.accepted_per_position, strict=True)
+        pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return DraftCounts(
             self.drafts + other.drafts,
             self.drafted + other.drafted,
@@ -55,7 +57,7 @@ class DraftCounts:
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
         """Return these counts minus the earlier counts `before`."""
-        pairs = zip(self.accepted_per_position, before.accepted_per_position, strict=True)
+        pairs = zip_longest(self.accepted_per_position, before.accepted_per_position, fillvalue=0)
         return DraftCounts(
             self.drafts - before.drafts,
             self.drafted - before.drafted,

@@ -575,7 +575,9 @@ class ProfilingArgs:
     """Ranks to profile."""
 
 
-Speculative = Literal["none", "mtp", "mtp,ngram"]
+Speculative = Literal["none", "mtp", "mtp,ngram", "ngram"]
+WITH_HEADS = ("mtp", "mtp,ngram")
+"""Values of `Speculative` with which heads draft."""
 
 
 @dataclass(frozen=True)
@@ -586,7 +588,7 @@ class EngineArgs:
     """Engine that generates."""
     speculative: Speculative = "none"
     """mtp: the checkpoint's heads draft tokens and the trunk verifies them. mtp,ngram: where the last tokens occurred
-    before in prompt or answer, the tokens that followed them are drafted instead."""
+    before in prompt or answer, the tokens that followed them are drafted instead. ngram: only these, without heads."""
     draft_confidence: bounds.Fraction | None = None
     """Stop drafting in a step after a draft whose probability is below this threshold; the output does not change.
     `swiftlite evaluate` finds the fastest value. Default: always draft --num_speculative_tokens."""
@@ -597,8 +599,8 @@ class SpeculationArgs:
     """Speculation"""
 
     num_speculative_tokens: bounds.PositiveInt | None = None
-    """Number of draft tokens per step. Default: the number that the heads were trained for (their depth, or
-    --mtp_unroll)."""
+    """Number of draft tokens per step; with mtp,ngram, those of the heads. Default: the number that the heads were
+    trained for (their depth, or --mtp_unroll); with ngram, a number of the engine."""
 
 
 @dataclass(frozen=True)
@@ -649,7 +651,8 @@ class ServerArgs:
     """Engine whose OpenAI-compatible server is started."""
     speculative: Speculative | None = None
     """mtp: the checkpoint's heads draft tokens and the trunk verifies them. mtp,ngram: where the last tokens occurred
-    before in prompt or answer, the tokens that followed them are drafted instead. Default: mtp if there are heads."""
+    before in prompt or answer, the tokens that followed them are drafted instead. ngram: only these, without heads.
+    Default: mtp if there are heads."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 means all addresses of this machine."""
     port: bounds.Port = 8000
@@ -733,10 +736,11 @@ class BenchmarkArgs:
     """Directory for bench.json, bench.svg, bench.html and the servers' logs; may exist."""
     infer_backend: str = "vllm"
     """Engine whose server is measured, started as by `deploy`."""
-    speculative: Literal["mtp", "mtp,ngram"] = "mtp"
+    speculative: Literal["mtp", "mtp,ngram", "ngram"] = "mtp"
     """Drafts of the servers with drafts, as in deploy."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
-    """Numbers of draft tokens of the heads per step to measure, with one server each; must include 0."""
+    """Numbers of draft tokens per step to measure, with one server each; with mtp,ngram, of the heads. Must include
+    0."""
     concurrency: list[int] = field(default_factory=lambda: [1, 8, 32])
     """Numbers of concurrent requests to measure."""
     rounds: bounds.PositiveInt = 5

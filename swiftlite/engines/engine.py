@@ -100,6 +100,8 @@ class EngineConfig:
             drafted. Only for engines that need this setting at start. Greedy requests are not affected.
         ngrams: drafts from the text, which replace those of the heads where the text matches; in engines with
             `EngineInfo.joins_ngrams`. None: only the heads draft.
+        heads_draft: whether the heads draft. False, with `ngrams`: only the text does, in engines with
+            `EngineInfo.drafts_without_heads`.
         draft_schedule: the number of draft tokens by the number of prompts in progress, at most
             `num_speculative_tokens`, in engines with `EngineInfo.takes_draft_schedule`.
     """
@@ -119,6 +121,7 @@ class EngineConfig:
     draws_drafts: bool = False
     draft_schedule: DraftSchedule | None = None
     ngrams: Ngrams | None = None
+    heads_draft: bool = True
 
 
 OnAnswer = Callable[[int, Completion], None]

@@ -59,6 +59,7 @@ class EngineInfo:
             log-probabilities of sampled tokens, for `megatron grpo`.
         takes_draft_schedule: whether the adapter supports `EngineConfig.draft_schedule`.
         joins_ngrams: whether the adapter and the server support drafts from the text (`ngram.py`) as well.
+        drafts_without_heads: whether they support drafts from the text alone.
         takes_live_weights: whether the engine's server accepts new weights while serving.
         logs_requests: whether the engine's server supports the middleware of `request_log`.
         serves_adapters: whether the engine's server supports adapters. Tests check that it gives the answers of the
@@ -112,6 +113,7 @@ class EngineInfo:
     draws_rollouts: bool = False
     takes_draft_schedule: bool = False
     joins_ngrams: bool = False
+    drafts_without_heads: bool = False
     takes_live_weights: bool = False
     logs_requests: bool = False
     is_batched: bool = True

@@ -64,4 +64,4 @@ class Ngrams:
 
 def ngrams_of(speculative: str | None) -> Ngrams | None:
     """Return the drafts from the text that an option `--speculative` selects; None if it selects none."""
-    return Ngrams() if speculative == "mtp,ngram" else None
+    return Ngrams() if speculative in ("mtp,ngram", "ngram") else None

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from swiftlite.args.commands import BenchArgs, deploy_args
 from swiftlite.args.config import Problem
+from swiftlite.args.fields import WITH_HEADS
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, deploy, engine_options
@@ -43,7 +44,7 @@ def concurrency_can_be(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def bench_has_heads(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
-    if facts.hf_config and not facts.heads.layers:
+    if args.speculative in WITH_HEADS and facts.hf_config and not facts.heads.layers:
         yield common.no_heads(facts), common.TRAIN_HEADS
 
 
@@ -58,7 +59,7 @@ def speculative_config_leaves_the_number(args: BenchArgs, facts: Facts) -> Itera
 
 def deploy_would_start_them(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
     drafting = max(args.num_speculative_tokens, default=0)
-    if drafting > 0 and facts.heads.layers:
+    if drafting > 0 and (facts.heads.layers or args.speculative not in WITH_HEADS):
         options = deploy_args(args, drafting)
         for problem, hint in deploy.engine_is_installed(options, facts):
             yield problem, hint.removesuffix(deploy.OR_PRINT_IT)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.fields import WITH_HEADS
 from swiftlite.engines.index import ENGINES
 from swiftlite.hub.name import served_name
 from swiftlite.plan.facts import Facts
@@ -39,7 +40,7 @@ def speculation_has_heads(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
         return
     why = common.no_heads(facts)
     hint = f"remove it, or {common.TRAIN_HEADS}"
-    if args.speculative not in (None, "none"):
+    if args.speculative in WITH_HEADS:
         yield f"--speculative {args.speculative} requires MTP heads; {why}", hint
     elif args.speculative is None:
         for name in given_of_drafting(args):

@@ -88,11 +88,14 @@ def float32_can_be_faster(args: EngineCommand | EvaluateArgs | BenchArgs, facts:
 
 
 def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> Iterator[Problem]:
+    needed = {"mtp,ngram": "joins_ngrams", "ngram": "drafts_without_heads"}.get(args.speculative or "")
+    if needed is None:
+        return
     needs_server = isinstance(args, DeployArgs | BenchArgs)
-    joining = [info.name for info in ENGINES.values() if info.joins_ngrams and (info.server or not needs_server)]
-    if args.speculative == "mtp,ngram" and args.infer_backend not in joining:
-        problem = f"--speculative mtp,ngram is not supported with --infer_backend {args.infer_backend}"
-        yield problem, f"use --infer_backend {' or '.join(joining)}, or --speculative mtp"
+    able = [info.name for info in ENGINES.values() if vars(info)[needed] and (info.server or not needs_server)]
+    if args.infer_backend not in able:
+        problem = f"--speculative {args.speculative} is not supported with --infer_backend {args.infer_backend}"
+        yield problem, f"use --infer_backend {' or '.join(able)}, or --speculative mtp"
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.fields import WITH_HEADS
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine_options
@@ -14,7 +15,7 @@ def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Pro
     if isinstance(args, InferArgs) and args.adapters:
         return  # adapters may include heads
     config = facts.directory / "config.json"
-    if args.speculative != "none" and config.is_file() and facts.hf_config and not facts.heads.layers:
+    if args.speculative in WITH_HEADS and config.is_file() and facts.hf_config and not facts.heads.layers:
         problem = f"--speculative {args.speculative} requires MTP heads; {common.no_heads(facts)}"
         yield problem, f"remove it, or {common.TRAIN_HEADS}"
 

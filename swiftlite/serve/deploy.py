@@ -29,7 +29,7 @@ def run(args: DeployArgs) -> None:
     """
     model = resolve_served(args.model)
     command = server_command(args, model)
-    if args.speculative != "none":
+    if args.speculative not in ("none", "ngram"):
         log_untrained_drafts(model, args.num_speculative_tokens)
     if args.dry_run:
         print(command.shell_line())

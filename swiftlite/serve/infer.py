@@ -19,6 +19,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.data_file import split_sample
+from swiftlite.args.fields import WITH_HEADS
 from swiftlite.atomic import atomic_write
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
@@ -85,7 +86,7 @@ def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[PromptEnco
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
     encoder = PromptEncoder.open(args, model, tokenizer, ENGINES[args.infer_backend])
     stops = stop_token_ids(encoder.template, model.directory)
-    if args.speculative != "none":
+    if args.speculative in WITH_HEADS:
         log_untrained_drafts(model, args.num_speculative_tokens)
     sampling = Sampling(
         args.max_new_tokens,
@@ -317,6 +318,7 @@ def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int, m
         max_images=max_images,
         draws_drafts=args.temperature > 0,
         ngrams=ngrams_of(args.speculative),
+        heads_draft=args.speculative in WITH_HEADS,
     )
 
 

@@ -45,8 +45,8 @@ def _flash_attention(value: str) -> Any:
 
 
 def _speculation(value: str) -> Any:
-    name = f"COMMON_SPECULATIVE_TYPE_{value.upper().replace('-', '_')}"
-    return [getattr(_package().common_speculative_type, name)]
+    names = [f"COMMON_SPECULATIVE_TYPE_{name.upper().replace('-', '_')}" for name in value.split(",")]
+    return [getattr(_package().common_speculative_type, name) for name in names]
 
 
 def _threads(params: Any, value: str) -> None:
@@ -72,6 +72,8 @@ OPTIONS: dict[str, Setter] = {
     "flash-attn": _attribute("flash_attn_type", _flash_attention),
     "spec-type": _attribute("speculative.types", _speculation),
     "spec-draft-n-max": _attribute("speculative.draft.n_max", int),
+    "spec-ngram-simple-size-n": _attribute("speculative.ngram_simple.size_n", int),
+    "spec-ngram-simple-size-m": _attribute("speculative.ngram_simple.size_m", int),
     "spec-draft-sampling": _attribute("speculative.draft.probabilistic", lambda value: value == "probabilistic"),
     "api-key": _attribute("api_keys", lambda value: value.split(",")),
 }

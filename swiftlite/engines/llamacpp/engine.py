@@ -16,7 +16,7 @@ from swiftlite.engines.llamacpp.gguf_file import gguf_of
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
-from swiftlite.engines.llamacpp.server import SLOTS, max_length, server_options
+from swiftlite.engines.llamacpp.server import SLOTS, draft_numbers, max_length, server_options
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.errors import UserError
@@ -36,16 +36,14 @@ class LlamacppEngine:
         if words is None:
             raise UserError(f"--infer_backend {LLAMACPP.name}: {LLAMACPP.label} is not installed", LLAMACPP.install)
         model = config.model
-        num_tokens = config.num_speculative_tokens
-        if num_tokens is None:
-            num_tokens = model.heads.drafts
-        self.num_speculative_tokens = num_tokens
+        numbers = draft_numbers(model, config.num_speculative_tokens, config.ngrams, heads_draft=config.heads_draft)
+        self.num_speculative_tokens = max(numbers.heads, numbers.text)
         self._max_length = max_length(model, config.max_model_len)
         self._slots = min(SLOTS, config.max_batch_size)
         options = server_options(
             model,
             config.torch_dtype,
-            num_tokens,
+            numbers,
             config.max_model_len,
             self._slots,
             config.engine_kwargs,

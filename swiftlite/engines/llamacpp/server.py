@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.llamacpp.embedded import API_KEY
 from swiftlite.engines.llamacpp.info import LLAMACPP
+from swiftlite.engines.ngram import Ngrams, ngrams_of
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.server_command import ServerCommand, api_keys, flags
 from swiftlite.errors import UserError
@@ -22,6 +24,10 @@ LENGTH = 8192
 """Maximum length of prompt and answer without --max_model_len; the KV cache of each slot has this size."""
 SLOTS = 4
 """Maximum number of prompts that are processed at once."""
+MATCH = 2
+"""Number of matching tokens after which tokens are drafted from the text."""
+TEXT_TOKENS = 3
+"""Number of tokens drafted from the text."""
 
 
 def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
@@ -32,12 +38,11 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     """
     if schedule is not None:
         raise UserError("--draft_schedule is not supported by llama.cpp", "use --num_speculative_tokens")
-    num_tokens = 0
-    if drafts:
-        num_tokens = args.num_speculative_tokens or model.heads.drafts
+    num_tokens = args.num_speculative_tokens if drafts else 0
+    numbers = draft_numbers(model, num_tokens, ngrams_of(args.speculative), heads_draft=args.speculative != "ngram")
     given = {"alias": served_name(args.model, args.served_model_name), "host": args.host, "port": args.port}
     given |= server_options(
-        model, args.torch_dtype, num_tokens, args.max_model_len, SLOTS, LLAMACPP.engine_kwargs(args), draws_drafts=True
+        model, args.torch_dtype, numbers, args.max_model_len, SLOTS, LLAMACPP.engine_kwargs(args), draws_drafts=True
     )
     variables = {}
     keys = api_keys(given.pop("api_key", None))
@@ -52,10 +57,32 @@ def command(model: HfModel, torch_dtype: str, options: Mapping[str, Any]) -> lis
     return [*launch, model.name, torch_dtype, *flags(options)]
 
 
+@dataclass(frozen=True)
+class DraftNumbers:
+    """Numbers of tokens that are drafted per step; 0 disables a kind of drafts.
+
+    Attributes:
+        heads: number of tokens that the heads draft.
+        text: number of tokens that are drafted from the text. llama.cpp asks the heads only if it finds no match.
+    """
+
+    heads: int
+    text: int
+
+
+def draft_numbers(model: HfModel, num_tokens: int | None, ngrams: Ngrams | None, *, heads_draft: bool) -> DraftNumbers:
+    """Return the numbers of drafted tokens; the arguments are those of `EngineConfig`."""
+    if num_tokens == 0:
+        return DraftNumbers(0, 0)
+    if not heads_draft:
+        return DraftNumbers(0, num_tokens or TEXT_TOKENS)
+    return DraftNumbers(num_tokens or model.heads.drafts, TEXT_TOKENS if ngrams else 0)
+
+
 def server_options(
     model: HfModel,
     torch_dtype: str,
-    num_tokens: int,
+    numbers: DraftNumbers,
     max_model_len: int | None,
     slots: int,
     engine_kwargs: Mapping[str, Any],
@@ -65,7 +92,6 @@ def server_options(
     """Return options of llama-server, with underscores in their names.
 
     Args:
-        num_tokens: number of draft tokens per step; 0 disables drafts.
         slots: maximum number of prompts processed at once.
         engine_kwargs: the user's options, which override all others; None removes one.
         draws_drafts: whether drafts are sampled if the temperature is above 0.
@@ -74,7 +100,7 @@ def server_options(
         UserError: llama.cpp does not support the model or its heads.
     """
     metadata_of(model.family, model.config, model.heads.layers)  # checks that llama.cpp supports the model
-    if num_tokens:
+    if numbers.heads:
         require_heads(model)
         if model.heads.draft_vocab:
             logger.info("llama.cpp does not use the draft vocabulary of the heads: it drafts from all tokens")
@@ -86,8 +112,13 @@ def server_options(
     }
     if torch_dtype == "float32":
         options |= {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
-    if num_tokens:
-        options |= {"spec_type": "draft-mtp", "spec_draft_n_max": num_tokens}
+    if numbers.text:
+        # llama.cpp makes no proposal with fewer tokens than the match has (common/ngram-map.cpp, b11549).
+        options |= {"spec_type": "ngram-simple", "spec_ngram_simple_size_n": min(MATCH, numbers.text)}
+        options |= {"spec_ngram_simple_size_m": numbers.text}
+    if numbers.heads:
+        kinds = "ngram-simple,draft-mtp" if numbers.text else "draft-mtp"
+        options |= {"spec_type": kinds, "spec_draft_n_max": numbers.heads}
         if torch_dtype == "float32":
             options |= {"cache_type_k_draft": "f32", "cache_type_v_draft": "f32"}
         if draws_drafts:
