@@ -20,6 +20,7 @@ from swiftlite.atomic import check_writable
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.data.user_turn import UserTurn
+from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
@@ -31,7 +32,7 @@ from swiftlite.speedup.dataset import RoundRows
 from swiftlite.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
 from swiftlite.speedup.plan import ANSWERS, HELD_OUT, Commands
 from swiftlite.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result
-from swiftlite.speedup.screen import answer_lines, final_lines, run_with
+from swiftlite.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
 from swiftlite.speedup.state import MODEL, Progress
 from swiftlite.speedup.steps import CommandStep, is_complete, run_step
 
@@ -66,9 +67,12 @@ def run(args: SpeedupArgs) -> None:
             hint = "run the same command again to resume"
             raise UserError("interrupted; completed steps are kept", hint, 130) from None
     bench = directory / best / "bench" / "bench.json"
+    other = directory / LLAMACPP.name / "bench" / "bench.json"
     answers = read_answers(directory / run_with(best)).get(_when(best), [])
     with_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     lines = read_result(bench, partial(final_lines, progress, best, acceptance=_accepted(directory, best)))
+    if other.exists():
+        lines += read_result(other, partial(other_lines, read_result(bench, best_server), LLAMACPP.label))
     for line in [*answer_lines(answers, with_color), "", *lines]:
         print(line)
 
@@ -145,12 +149,23 @@ class _Speedup:
         best = self._progress.best
         accepted = self._progress.acceptance[best]
         seconds = budget.bench_seconds(self._budget, self._progress.spent)
-        bench = self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds)
-        if is_complete(bench, self._progress) and read_result(bench.result, concurrency_of) != self._args.concurrency:
-            logger.info("bench runs again, for another --concurrency")
-            self._progress.repeat(bench.name)
-        self._run(bench)
+        self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds))
+        try:
+            for step in self._commands.other_engine():
+                self._run_bench(step)
+        except UserError as error:
+            logger.warning("%s is not compared: %s", LLAMACPP.label, error.problem)
         return best
+
+    def _run_bench(self, step: CommandStep) -> None:
+        """Run a step like `_run`; a complete `bench` runs again if it was for another --concurrency."""
+        measured = self._args.concurrency
+        if step.words[0] == "bench" and is_complete(step, self._progress):
+            measured = read_result(step.result, concurrency_of)
+        if measured != self._args.concurrency:
+            logger.info("bench runs again, for another --concurrency")
+            self._progress.repeat(step.name)
+        self._run(step)
 
     def _prompts_of(self, number: int) -> int:
         """Return the number of prompts of a round; 0 if the rest of the budget is too small for a round.

@@ -33,6 +33,8 @@ BENCH_TOKENS = 64
 """Maximum length of an answer in `bench`."""
 GGUF_TYPE = "q8_0"
 """Type of the weights with which llama.cpp is compared."""
+OTHER_SECONDS = 45
+"""Time for the measurements of llama.cpp."""
 HELD_OUT = "held_out.jsonl"
 ROWS = "rows.jsonl"
 """File of a round with its rows of --dataset."""
@@ -147,11 +149,11 @@ class Commands:
         return CommandStep(f"{name}/bench", tuple(words), output / "bench.json")
 
     def other_engine(self) -> list[CommandStep]:
-        """Return the commands that measure the speed of llama.cpp with 8-bit weights on a machine without a GPU, where
-        it is often the fastest engine without drafts.
+        """Return the commands that measure llama.cpp on a machine without a GPU, where it is often the fastest engine.
+        It serves --model with 8-bit weights, or the file if --model is one, with and without drafts from the text.
 
         Returns:
-            An empty list if llama.cpp cannot be compared.
+            An empty list if llama.cpp cannot be compared. The last command is `bench`.
         """
         args, engine = self.args, LLAMACPP
         if sees_gpu() or args.infer_backend == engine.name or not engine.is_installed:
@@ -167,8 +169,9 @@ class Commands:
             words += ["--output_dir", str(file.parent)]
             steps.append(CommandStep(f"{engine.name}/export", tuple(words), file, is_atomic=True))
         words = ["bench", "--model", str(file), "--val_dataset", str(self.directory / HELD_OUT)]
-        words += ["--infer_backend", engine.name, "--num_speculative_tokens", "0"]
-        words += [*self._load(), "--max_new_tokens", str(BENCH_TOKENS), *self._system()]
+        words += ["--infer_backend", engine.name, "--speculative", "ngram", "--num_speculative_tokens", "0", "3"]
+        words += [*self._load(), "--rounds", "1", "--max_seconds", str(OTHER_SECONDS)]
+        words += ["--max_new_tokens", str(BENCH_TOKENS), *self._system()]
         words += ["--output_dir", str(directory / "bench")]
         return [*steps, CommandStep(f"{engine.name}/bench", tuple(words), directory / "bench" / "bench.json")]
 

@@ -122,6 +122,31 @@ def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Sequence
     return rows
 
 
+def best_server(bench: Mapping[str, Any]) -> tuple[float, str]:
+    """Return the tokens/s of the recommended server at the first number of concurrent requests, and its command."""
+    choice = bench["recommendations"][0]
+    speed = _without_drafts(bench, 0) * choice["ratios"].get(str(choice["num_speculative_tokens"]), 1.0)
+    return speed, choice["command"]
+
+
+def other_lines(best: tuple[float, str], label: str, bench: Mapping[str, Any]) -> list[str]:
+    """Return lines about the speed of another engine.
+
+    Args:
+        best: `best_server` of the engine that serves the heads.
+        label: name of the other engine.
+        bench: content of its bench.json, whose servers draft from the text.
+    """
+    (ratio,) = bench["recommendations"][0]["ratios"].values()
+    speed, command = best_server(bench)
+    line = f"{label} with 8-bit weights or fewer: {_without_drafts(bench, 0):.1f} tokens/s without drafts, "
+    lines = ["", f"{line}{ratio:.2f}x with drafts from the text"]
+    if speed > best[0]:
+        lines.append(f"It is the fastest server on this machine, {speed / best[0]:.1f}x as fast as the one above:")
+        lines.append(f"    {command}")
+    return lines
+
+
 def answer_lines(answers: Sequence[Mapping[str, Any]], with_color: bool) -> list[str]:
     """Return some prompts and answers with marked draft tokens.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite.args.commands import SpeedupArgs
+from swiftlite.engines.info import EngineInfo
 from swiftlite.errors import UserError
 from swiftlite.speedup import steps
 from swiftlite.speedup.command import NOT_SETTINGS, run
@@ -52,8 +53,11 @@ def test_too_few_rows_are_refused_before_the_first_step(tmp_path):
 
 
 @pytest.fixture
-def complete(tmp_path) -> SpeedupArgs:
-    """Prepare the directory of a command whose steps are all complete, and return its options."""
+def complete(tmp_path, monkeypatch) -> SpeedupArgs:
+    """Prepare the directory of a command whose steps are all complete, and return its options. llama.cpp is not
+    compared.
+    """
+    monkeypatch.setattr(EngineInfo, "is_installed", property(lambda info: False))
     model = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
     args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), budget="5m", concurrency=[1, 16])
     steps = ("answers", "training", "export", "bench")
@@ -105,6 +109,15 @@ def test_another_concurrency_runs_only_bench_again(complete, monkeypatch):
     progress = json.loads(path.read_text())
     assert progress["seconds"]["round-1/bench"] >= 100
     assert progress["unfinished"] == {}
+
+
+def test_another_engine_that_fails_is_named(complete, capsys, caplog, monkeypatch):
+    monkeypatch.setattr(EngineInfo, "is_installed", property(lambda info: True))
+    monkeypatch.setattr("swiftlite.speedup.plan.sees_gpu", lambda: False)
+    monkeypatch.setattr(steps, "_run", lambda words, keep_time: 1)
+    run(complete)
+    assert has_line(caplog.text, "WARNING llama.cpp llamacpp/export 1")
+    assert has_line(capsys.readouterr().out, "swiftlite deploy --num_speculative_tokens 2")
 
 
 @pytest.mark.parametrize("name", ["run/acceptance.json", "bench/bench.json"])

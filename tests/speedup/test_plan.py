@@ -1,5 +1,6 @@
 """Test that the commands of `speedup` are valid command lines of swiftlite."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
+from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import resolve
 from swiftlite.speedup.plan import Commands
 from swiftlite.speedup.steps import CommandStep
@@ -98,6 +100,28 @@ def test_the_text_drafts_as_well_without_a_gpu(make_commands, monkeypatch, engin
     words = str(make_commands(infer_backend=engine).bench("round-1", [0.5, 0.3, 0.1], 1, 99.5))
     assert ("--speculative mtp,ngram" in words) is not has_gpu
     assert f"--num_speculative_tokens {numbers} --concurrency" in words
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_llamacpp_is_measured_where_it_can_serve_the_model(make_commands, monkeypatch, tmp_path, is_file):
+    monkeypatch.setattr("swiftlite.speedup.plan.sees_gpu", lambda: False)
+    monkeypatch.setattr(EngineInfo, "is_installed", property(lambda info: True))
+    commands = make_commands(concurrency=[1])
+    if is_file:
+        file = tmp_path / "model.gguf"
+        file.touch()
+        commands = replace(commands, args=replace(commands.args, model=str(file)))
+    *exports, bench = commands.other_engine()
+    assert len(exports) == (0 if is_file else 1)
+    if exports:
+        assert options_of(exports[0]).gguf_type == "q8_0"
+        assert exports[0].result.name == "gguf-q8_0.gguf"
+    args = options_of(bench)
+    assert (args.infer_backend, args.speculative) == ("llamacpp", "ngram")
+    assert args.model == str(file if is_file else exports[0].result)
+    assert make_commands(infer_backend="llamacpp").other_engine() == []
+    monkeypatch.setattr("swiftlite.speedup.plan.sees_gpu", lambda: True)
+    assert commands.other_engine() == []
 
 
 @pytest.mark.parametrize(("engine", "draft_vocab"), [("vllm", 8192), ("llamacpp", None)])

@@ -1,6 +1,8 @@
 """Test the last lines of the output with given results."""
 
-from swiftlite.speedup.screen import answer_lines, final_lines
+import pytest
+
+from swiftlite.speedup.screen import answer_lines, best_server, final_lines, other_lines
 from swiftlite.speedup.state import Progress
 from tests.messages import has_line
 
@@ -57,6 +59,16 @@ def test_everything_is_said():
     assert has_line(text, "code 50.0% 25.0%")
     assert has_line(text, "swiftlite deploy --num_speculative_tokens 2")
     assert has_line(text, "2 minutes --budget")
+
+
+@pytest.mark.parametrize(("speed", "ratio", "is_fastest"), [(57.0, 1.05, True), (40.0, 1.1, True), (40.0, 1.04, False)])
+def test_another_engine_can_be_the_fastest(speed, ratio, is_fastest):
+    """The server with heads has 1.4 times 30.6 tokens/s."""
+    choice = recommendation(1, 3, [1.0]) | {"ratios": {"3": ratio}, "drift": 0.0}
+    other = {"servers": [{"num_speculative_tokens": 0, "measured": [measured(speed)]}], "recommendations": [choice]}
+    text = "\n".join(other_lines(best_server(BENCH), "llama.cpp", other))
+    assert has_line(text, f"llama.cpp {speed} {ratio:.2f}x")
+    assert has_line(text, "swiftlite deploy --num_speculative_tokens 3") is is_fastest
 
 
 def test_answers_with_marked_drafts():
