@@ -47,7 +47,12 @@ class ConcurrencyResult:
         """Mean number of tokens that a step generates, including accepted draft tokens."""
         if self.counts is None:
             return 1.0
-        return 1 + self.counts.accepted / max(self.counts.drafts, 1)
+        answers = list(chain.from_iterable(each.answers for each in self.rounds))
+        # `counts.drafts` omits steps in which the text had no match and nothing was drafted. The first token of an
+        # answer is that of its prompt.
+        tokens_of_steps = sum(answer.num_tokens for answer in answers) - len(answers)
+        steps = max(self.counts.drafts, tokens_of_steps - self.counts.accepted, 1)
+        return 1 + self.counts.accepted / steps
 
     @property
     def speeds(self) -> list[float]:

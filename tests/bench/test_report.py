@@ -32,7 +32,7 @@ def server(k: int, *seconds: float, text: str = "hello") -> ServerResult:
         ConcurrencyResult(
             concurrency,
             [Round([Answer(text, 100, each / 10, each)], each + delay) for delay in (0.0, 0.001, 0.002)],
-            DraftCounts(10, 10 * k, (10,) * k) if k else None,
+            DraftCounts(150, 150 * k, (150,) * k) if k else None,
             cached_share=0.25,
         )
         for concurrency, each in zip((1, 8), seconds, strict=True)

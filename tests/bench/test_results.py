@@ -31,6 +31,12 @@ def test_figures_of_a_server_at_one_concurrency():
     assert figures["drafts"]["accepted"] == 8
 
 
+def test_steps_without_drafts_count_as_steps():
+    """After the first token, 100 steps gave 120 tokens, and 10 of the steps had drafts from the text."""
+    measured = ConcurrencyResult(1, [Round([answer("a", 121)], 1.0)], DraftCounts(10, 30, (9, 7, 4)), 0.0)
+    assert measured.mean_accepted_length == 1.2
+
+
 def test_answers_differ_by_text_and_by_tokens():
     measured = ConcurrencyResult(1, [Round([answer("a", 5), answer("b", 5)], 1.0)], None, 0.0)
     assert measured.num_equal([answer("a", 5), answer("b", 6)]) == 1

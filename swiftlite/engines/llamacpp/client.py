@@ -19,15 +19,17 @@ class LlamacppClient:
         self._sampling = sampling
         self._num_tokens = num_speculative_tokens
         self._cached_tokens = 0
-        self._salts: set[str] = set()
+        self._sent: set[tuple[str, tuple[int, ...]]] = set()
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
         """Complete a prompt.
 
-        llama.cpp has no salts. A prompt reads the cache of a slot only if its salt was used before.
+        llama.cpp has no salts, and keeps the prompts of all earlier requests in memory. A prompt reads this cache only
+        if it was sent before with the same salt.
         """
-        is_known = salt in self._salts
-        self._salts.add(salt)
+        key = (salt, tuple(prompt))
+        is_known = key in self._sent
+        self._sent.add(key)
         request = request_of(prompt, self._sampling, self._sampling.seed) | {"cache_prompt": is_known, "stream": True}
         answer = read_answer(await stream(self._session, "/completion", request))
         self._cached_tokens += answer.cached_tokens
