@@ -8,7 +8,7 @@ from matplotlib import figure as mpl_figure
 from swiftlite.args.command_line import shell_line
 from swiftlite.bench.measure import describe
 from swiftlite.bench.report import milliseconds
-from swiftlite.report.figure import Line, as_svg, draw_lines, number
+from swiftlite.report.figure import Bars, Line, as_svg, draw_bars, draw_lines, number
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
 COLUMNS = (
@@ -83,7 +83,13 @@ def _figures(servers: Mapping[str, list[dict[str, Any]]]) -> list[Figure]:
             known = sorted((place, value) for place, value in points if value is not None)
             if known:
                 lines.append(Line(server, known))
-        if lines:
+        if not lines:
+            continue
+        if all(len(line.points) == 1 for line in lines):
+            bars = [Bars(y, [line.points[0][1] for line in lines])]
+            names = [line.name for line in lines]
+            figures.append(draw_bars(name, title, names, bars, what="server", y=y, is_share=False))
+        else:
             figures.append(draw_lines(name, title, lines, x="concurrent requests", y=y, has_ticks=True))
     return figures
 

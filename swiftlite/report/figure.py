@@ -128,33 +128,36 @@ def draw_lines(
     )
 
 
-def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars], *, what: str, y: str) -> Figure:
-    """Draw groups of horizontal bars with their percentages, one group below the other.
+def draw_bars(
+    name: str, title: str, groups: Sequence[str], bars: Sequence[Bars], *, what: str, y: str, is_share: bool = True
+) -> Figure:
+    """Draw groups of horizontal bars with their values, one group below the other.
 
     Args:
         groups: names of the groups, such as channels.
         bars: bars without a value in any group are omitted; at least one must have a value.
         what: kind of group, such as "channel".
         y: label of the values.
+        is_share: whether the values are shares of 1, shown in percent.
     """
+    factor, as_text = (100, share) if is_share else (1, number_or_dash)
     bars = [each for each in bars if set(each.heights) != {None}]
     thickness = 0.8 / len(bars)
     with _axes(height=max(1.2, 0.7 + 0.26 * len(groups) * len(bars))) as (figure, axis):
-        for number, each in enumerate(bars):
-            places = [group + number * thickness for group in range(len(groups))]
-            widths = [100 * (height or 0.0) for height in each.heights]
-            color = SERIES[number % len(SERIES)]
+        for place_of, each in enumerate(bars):
+            places = [group + place_of * thickness for group in range(len(groups))]
+            widths = [factor * (height or 0.0) for height in each.heights]
+            color = SERIES[place_of % len(SERIES)]
             fill = "none"
-            if number % len(SERIES) == 0:
+            if place_of % len(SERIES) == 0:
                 fill = color
             drawn = axis.barh(places, widths, 0.85 * thickness, color=fill, edgecolor=color)
             for place, width, height, bar in zip(places, widths, each.heights, drawn, strict=True):
-                bar.set_gid(f"mark-{number + 1}-{place:.2f}")
-                bar.set_hatch(HATCHES[number % len(HATCHES)])
+                bar.set_gid(f"mark-{place_of + 1}-{place:.2f}")
+                bar.set_hatch(HATCHES[place_of % len(HATCHES)])
                 if height is not None:
-                    axis.annotate(
-                        f"{width:.0f}\u00a0%", (width, place), (4, 0), textcoords="offset points", va="center"
-                    )
+                    text = f"{width:.0f}\u00a0%" if is_share else number(width)
+                    axis.annotate(text, (width, place), (4, 0), textcoords="offset points", va="center")
         axis.set_yticks(
             [group + 0.4 - thickness / 2 for group in range(len(groups))],
             [clip(group, MAX_LABEL) for group in groups],
@@ -162,14 +165,18 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
         axis.invert_yaxis()
         axis.grid(visible=False, axis="y")
         axis.grid(visible=True, axis="x")
-        axis.set(xlabel=f"{y}, %", xlim=(0, 108))
-        axis.set_xticks([0, 25, 50, 75, 100])
+        if is_share:
+            axis.set(xlabel=f"{y}, %", xlim=(0, 108))
+            axis.set_xticks([0, 25, 50, 75, 100])
+        else:
+            axis.set(xlabel=y)
+            axis.margins(x=0.15)  # room for the values
         svg = _inline(figure, name, title)
     rows = []
-    for number, group in enumerate(groups):
-        rows.append([group, *(share(each.heights[number]) for each in bars)])
+    for place, group in enumerate(groups):
+        rows.append([group, *(as_text(each.heights[place]) for each in bars)])
     table = Table(title, [what, *(each.name for each in bars)], rows)
-    summaries = [f"{each.name}: {_lowest_to_highest(groups, each.heights)}" for each in bars]
+    summaries = [f"{each.name}: {_lowest_to_highest(groups, each.heights, as_text)}" for each in bars]
     return Figure(name, title, "; ".join(summaries) + ".", svg, [each.name for each in bars], table, is_bars=True)
 
 
@@ -209,6 +216,13 @@ def share(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{100 * value:.1f}\u00a0%"
+
+
+def number_or_dash(value: float | None) -> str:
+    """Format a number; a dash for None."""
+    if value is None:
+        return "–"
+    return number(value)
 
 
 def number(value: float) -> str:
@@ -287,13 +301,13 @@ def _from_to(points: Points, is_share: bool) -> str:
     return f"{show(points[0][1])} to {last}"
 
 
-def _lowest_to_highest(groups: Sequence[str], heights: Sequence[float | None]) -> str:
+def _lowest_to_highest(groups: Sequence[str], heights: Sequence[float | None], as_text: Callable[[float], str]) -> str:
     known = [(height, group) for height, group in zip(heights, groups, strict=True) if height is not None]
     lowest, lowest_name = min(known)
     highest, highest_name = max(known)
     if lowest == highest:
-        return share(lowest)
-    return f"{share(lowest)} ({lowest_name}) to {share(highest)} ({highest_name})"
+        return as_text(lowest)
+    return f"{as_text(lowest)} ({lowest_name}) to {as_text(highest)} ({highest_name})"
 
 
 def _table_of(lines: Sequence[Line], x: str, y: str, is_share: bool) -> Table:

@@ -50,6 +50,16 @@ def test_each_server_has_a_line_in_each_figure_and_rows_in_the_table(page):
     assert mentions(rows[4][-1], "0 1")
 
 
+def test_a_single_concurrency_is_drawn_as_bars():
+    content = SURROUNDINGS | to_json(ARGS, SERVERS, is_complete=True)
+    for server in content["servers"]:
+        del server["measured"][1:]
+    figure = bench_page(content).sections[1].figures[0]
+    assert figure.is_bars
+    assert figure.table.rows == [[describe(0), "99.9"], [describe(1), "199.6"], [describe(2), "124.8"], [AGAIN, "99.9"]]
+    assert ">199.6<" in figure.svg
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_GET_IT)
 def test_the_page_in_a_browser(browser, page, tmp_path, tmp_path_factory):
     path = tmp_path / "bench.html"
