@@ -21,27 +21,17 @@ PYTHON
 
 step "2/2 done"
 cat <<TEXT
-
-files in $faster
-    speedup.json       seconds and acceptance of each step
-    $best/run       the training run, with run_report.html (open it in a browser)
-    $best/bench     the measured speed, with bench.html
-    $best/hf        the export: model and head, for transformers, vLLM and SGLang
-
-next steps
     source $venv/bin/activate
   start a server: the command above, after "Serve it"
-  continue from these heads
+  chat
+    swiftlite infer --model $faster/$best/hf --speculative mtp,ngram
+  pages for a browser: the training and the measured speed
+    $faster/$best/run/run_report.html
+    $faster/$best/bench/bench.html
+  continue from these heads, or use your own prompts or another model
     swiftlite speedup --model $MODEL --output_dir $faster --budget 1h --concurrency 1
-  chat with transformers
-    swiftlite infer --model $faster/$best/hf --speculative mtp
-  write a GGUF file for llama.cpp, and count the drafts that it accepts on the held-out prompts
-    swiftlite export --to_gguf --model $faster/$best/hf --output_dir $faster/gguf --gguf_type q8_0 \\
-        --val_dataset $faster/held_out.jsonl
-    llama-server -m $faster/gguf/gguf-q8_0.gguf --spec-type draft-mtp --spec-draft-n-max 3
-  specialize the heads in questions about Python's standard library
-    python $root/scripts/make_question_dataset.py --output $out/questions.jsonl
-    swiftlite speedup --model $MODEL --dataset $out/questions.jsonl --output_dir $out/python --budget 1h
-  use another model
+    swiftlite speedup --model $MODEL --output_dir mine --budget 1h --dataset FILE
     swiftlite speedup --model org/name --output_dir faster --budget 1h
+  write a GGUF file with the heads for llama.cpp
+    swiftlite export --to_gguf --model $faster/$best/hf --output_dir $faster/gguf --gguf_type q8_0
 TEXT
