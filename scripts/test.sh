@@ -43,6 +43,9 @@ esac
 # Nothing here may go to the network: a test that tries to should fail at once. One thread per process: the models are
 # tiny, and many tests start several processes.
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# torch 2.13 stores compiled code without the instructions that it was generated for: read with ATEN_CPU_CAPABILITY=avx2,
+# code for AVX-512 computes wrong numbers.
+[ -z "${ATEN_CPU_CAPABILITY:-}" ] || export TORCHINDUCTOR_CACHE_DIR="${TMPDIR:-/tmp}/swiftlite-$ATEN_CPU_CAPABILITY"
 # Tests compare with what a CPU computes; models of the session would be on a GPU, their inputs not.
 [ "$tier" = gpu ] || export CUDA_VISIBLE_DEVICES=
 if [ "$tier" = all ]; then

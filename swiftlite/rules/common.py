@@ -205,12 +205,6 @@ def is_address(text: str) -> bool:
     return has_host and not (parts.username or parts.query or parts.fragment)
 
 
-def metrics_can_be_parsed(option: str) -> Iterator[Problem]:
-    """Require the package that parses the metrics of a server."""
-    if importlib.util.find_spec("prometheus_client") is None:
-        yield f"{option} requires the package prometheus_client", "pip install prometheus_client"
-
-
 def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
         yield "--output_dir is required", "give the directory to write: --output_dir DIR"

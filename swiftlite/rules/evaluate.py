@@ -63,11 +63,6 @@ def server_has_no_model_options(args: EvaluateArgs, facts: Facts) -> Iterator[Pr
         yield from common.left_out(args, "evaluate --server", dict.fromkeys(sorted(others), _COUNTERS_ONLY))
 
 
-def server_metrics_can_be_parsed(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
-    if args.server is not None:
-        yield from common.metrics_can_be_parsed("--server")
-
-
 def since_is_a_duration_of_a_server(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if args.since is None:
         return
@@ -109,7 +104,6 @@ RULES = (
     common.numbers_are_in_range,
     server_is_an_address,
     server_has_no_model_options,
-    server_metrics_can_be_parsed,
     since_is_a_duration_of_a_server,
 )
 NOTES = (evaluate_settings_without_effect,)

@@ -3,9 +3,6 @@
 import json
 
 import pytest
-
-pytest.importorskip("aiohttp")
-
 from transformers import AutoTokenizer
 
 from swiftlite.args.commands import BenchArgs

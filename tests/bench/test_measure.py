@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("aiohttp")
-
 from swiftlite.args.commands import BenchArgs
 from swiftlite.bench.measure import generate_all, measure, warm_up_prompts
 from swiftlite.bench.servers import all_together, one_at_a_time

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("aiohttp")
-
 from swiftlite.bench.measure import describe
 from swiftlite.bench.page import AGAIN, bench_page
 from swiftlite.bench.report import to_json

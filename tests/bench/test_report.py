@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("aiohttp")
-
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
 from swiftlite.bench.measure import ServerResult, describe

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from openai import OpenAI
 from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.counts import DraftCounts
@@ -287,6 +286,8 @@ def test_the_printed_command_starts_the_server(talking, tmp_path):
     expected, counted = load(talking, "qwen3").simulate(prompts, NEW_TOKENS, 1)
     command = ServerCommand(["bash", "-c", f"exec env {line}"], sglang_environment())
     with serve(command, URL, tmp_path / "log"):
+        from openai import OpenAI  # installed with the engine
+
         client = OpenAI(base_url=f"{URL}/v1", api_key="none")
         question: Any = {"role": "user", "content": "The quick"}
         answer: Any = client.chat.completions.create(

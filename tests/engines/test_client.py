@@ -1,9 +1,6 @@
 """Test the stream that all clients read, and the times of an answer."""
 
 import pytest
-
-pytest.importorskip("aiohttp")
-
 from aiohttp import web
 
 from swiftlite.engines.client import Answer

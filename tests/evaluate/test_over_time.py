@@ -11,10 +11,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("aiohttp")
-pytest.importorskip("prometheus_client")
-
 from aiohttp import web
 
 from swiftlite.acceptance.counts import DraftCounts

@@ -40,16 +40,6 @@ def test_good_options_pass_without_a_note(here, args):
         ),
         ({"speculative": "none", "num_speculative_tokens": 1}, "--num_speculative_tokens --speculative none", ""),
         ({"speculative": "mtp,ngram"}, "--speculative mtp,ngram --infer_backend sglang", "--infer_backend vllm"),
-        (
-            {"infer_backend": "vllm", "speculative": "mtp,ngram", "vllm_engine_kwargs": {"async_scheduling": True}},
-            "--speculative mtp,ngram --vllm_engine_kwargs async_scheduling",
-            "async_scheduling",
-        ),
-        (
-            {"infer_backend": "vllm", "speculative": "mtp,ngram", "vllm_speculative_config": {"method": "ngram"}},
-            "--speculative mtp,ngram --vllm_speculative_config ngram",
-            "--speculative mtp",
-        ),
         ({"speculative": "none", "draft_schedule": "bench.json"}, "--draft_schedule --speculative none", ""),
         ({"model": "plain", "draft_schedule": "bench.json"}, "--draft_schedule plain/config.json", ""),
         (
@@ -83,6 +73,25 @@ def test_good_options_pass_without_a_note(here, args):
 def test_deploy(here, change, problem, hint):
     ((found, advice),) = problems_of(dataclasses.replace(DEPLOY, **change))
     assert mentions(found, problem)
+    assert mentions(advice, hint)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        (
+            {"vllm_engine_kwargs": {"async_scheduling": True}},
+            "--vllm_engine_kwargs async_scheduling",
+            "async_scheduling",
+        ),
+        ({"vllm_speculative_config": {"method": "ngram"}}, "--vllm_speculative_config ngram", "--speculative mtp"),
+    ],
+)
+def test_drafts_from_the_text_in_vllm(here, monkeypatch, change, problem, hint):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    joined = dataclasses.replace(DEPLOY, infer_backend="vllm", speculative="mtp,ngram")
+    ((found, advice),) = problems_of(dataclasses.replace(joined, **change))
+    assert mentions(found, f"--speculative mtp,ngram {problem}")
     assert mentions(advice, hint)
 
 

@@ -92,13 +92,6 @@ def test_since_requires_a_server(here):
     assert mentions(hint, "--server --since")
 
 
-def test_the_parser_of_metrics_is_installed(here, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    ((problem, hint),) = problems_of(SERVER)
-    assert mentions(problem, "--server prometheus_client")
-    assert mentions(hint, "prometheus_client")
-
-
 OF_AN_ENGINE = {"max_prompts": 3, "max_new_tokens": 7, "temperature": 0.5, "num_speculative_tokens": 1}
 
 

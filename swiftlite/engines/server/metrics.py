@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from swiftlite.acceptance.counts import DraftCounts
 
 
@@ -32,7 +34,5 @@ def read_draft_counts(text: str, prefix: str) -> DraftCounts | None:
 
 def samples(text: str) -> Iterator[Any]:
     """Yield the samples of the text, each with a name, labels and a value."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     for family in text_string_to_metric_families(text):
         yield from family.samples

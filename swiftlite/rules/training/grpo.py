@@ -198,7 +198,6 @@ def servers_have_addresses(args: CompletionArgs) -> Iterator[Problem]:
             yield f"--rollout_server {url} is not an address", "give http://HOST:PORT, such as http://127.0.0.1:8000"
     for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield f"--rollout_server has {url} more than once", "give each server once"
-    yield from common.metrics_can_be_parsed("--rollout_server")
 
 
 def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:

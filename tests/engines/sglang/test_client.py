@@ -1,9 +1,5 @@
 """Test requests to SGLang's server, and reading its answers. tests/e2e/test_sglang.py uses a real server."""
 
-import pytest
-
-pytest.importorskip("aiohttp")
-
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.client import Answer
 from swiftlite.engines.sglang.client import read_answer

@@ -4,8 +4,6 @@ import base64
 
 import pytest
 
-pytest.importorskip("aiohttp")
-
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import ImageArgs
 from swiftlite.data.rows.conversation import parse_row
@@ -31,7 +29,6 @@ def test_an_answer_of_the_openai_route():
 
 
 def test_vllm_counts_over_all_its_engines():
-    pytest.importorskip("prometheus_client")
     counters = {"num_drafts": (3, 4), "num_draft_tokens": (6, 8), "num_accepted_tokens": (4, 1)}
     lines = []
     for name, values in counters.items():
@@ -47,7 +44,6 @@ def test_vllm_counts_over_all_its_engines():
 
 
 def test_vllm_counts_what_came_from_the_cache():
-    pytest.importorskip("prometheus_client")
     lines = ["# TYPE vllm:prefix_cache_queries counter", "# TYPE vllm:prefix_cache_hits counter"]
     for engine, hits in ((0, 128), (1, 256)):
         lines.append(f'vllm:prefix_cache_queries_total{{engine="{engine}"}} 400.0')
