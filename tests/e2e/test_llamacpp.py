@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from swiftlite.bench.measure import connect, generate_all
 from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.ngram import Ngrams
 from swiftlite.engines.served_model import resolve_served
 from tests.engines.chi_square import FALSE_ALARM, probability
-from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
+from tests.engines.joint import TEMPERATURE, joint_distribution
 from tests.engines.llamacpp_reference import Request, requests
 from tests.engines.reference import UNDECIDED, Reference, convention, follow
 from tests.gguf.wordless import write_tokenizer
@@ -68,24 +69,28 @@ def test_requests_equal_the_reference(trained, tmp_path, monkeypatch, family, nu
 
 
 def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path, monkeypatch):
-    """Drafts are sampled and verified by rejection. Answers have the distribution of the trunk."""
+    """Drafts of heads are sampled and verified by rejection, drafts from the text are certain. Answers have the
+    distribution of the trunk."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     size, end = 7, 6
     directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=size)
     write_tokenizer(directory, size, end)
-    expected = joint_distribution(directory, top_p=1.0, num_tokens=size, end=end)
+    # After most first tokens, the last two tokens occurred before.
+    prompt = [5, 4, 0, 4, 1, 4, 2, 4, 3, 5, 4]
+    expected = joint_distribution(directory, top_p=1.0, num_tokens=size, end=end, prompt=prompt)
     config = EngineConfig(
         resolve_served(directory),
         torch_dtype="float32",
         num_speculative_tokens=2,
         max_model_len=64,
         draws_drafts=True,
+        ngrams=Ngrams(),
         engine_kwargs={"threads": 1},
     )
     engine = start_engine("llamacpp", config)
     try:
         sampling = Sampling(5, temperature=TEMPERATURE, stop_token_ids=(end,))
-        answers = engine.generate([PROMPT] * 2000, sampling)
+        answers = engine.generate([prompt] * 2000, sampling)
         counts = engine.draft_counts()
     finally:
         engine.close()
@@ -94,6 +99,7 @@ def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path, monkeypatch)
         found.append([*answer.token_ids, end, end][:3])
     assert probability(found, expected) > FALSE_ALARM
     assert 0.05 < counts.accepted / counts.drafted < 0.95
+    assert counts.accepted_per_position[2] > 0  # only the text drafts three tokens
 
 
 @pytest.mark.parametrize(

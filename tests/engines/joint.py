@@ -1,5 +1,6 @@
 """Compute the distribution of three tokens after a prompt, for a model with a small vocabulary."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ TEMPERATURE = 0.7
 
 
 def joint_distribution(
-    directory: Path, top_p: float, temperature: float = TEMPERATURE, num_tokens: int = 6, end: int | None = None
+    directory: Path,
+    top_p: float,
+    temperature: float = TEMPERATURE,
+    num_tokens: int = 6,
+    end: int | None = None,
+    prompt: Sequence[int] = PROMPT,
 ) -> torch.Tensor:
-    """Return the distribution of the first three tokens after PROMPT, from the trunk alone and without a cache.
+    """Return the distribution of the first three tokens after a prompt, from the trunk alone and without a cache.
 
     Args:
         num_tokens: size of the vocabulary.
@@ -31,9 +37,9 @@ def joint_distribution(
         return p / p.sum(-1, keepdim=True)
 
     tokens = range(num_tokens)
-    first = following([PROMPT])[0]
-    second = following([[*PROMPT, a] for a in tokens])
-    third = following([[*PROMPT, a, b] for a in tokens for b in tokens]).view(num_tokens, num_tokens, num_tokens)
+    first = following([[*prompt]])[0]
+    second = following([[*prompt, a] for a in tokens])
+    third = following([[*prompt, a, b] for a in tokens for b in tokens]).view(num_tokens, num_tokens, num_tokens)
     if end is not None:
         repeated = torch.nn.functional.one_hot(torch.tensor(end), num_tokens).float()
         second[end] = third[:, end] = third[end] = repeated

@@ -27,11 +27,19 @@ class Request:
 
 
 def requests(
-    reference: Reference, prompts: list[list[int]], max_new_tokens: int, num_tokens: int, *, computes_again: bool
+    reference: Reference,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    num_tokens: int,
+    num_text_tokens: int = 0,
+    *,
+    computes_again: bool,
 ) -> list[Request]:
     """Return the results of prompts that are sent one after the other to a server with one slot.
 
     Args:
+        num_tokens: number of tokens that the heads draft.
+        num_text_tokens: number of tokens that are drafted after two tokens that occurred before.
         computes_again: whether rejected tokens cannot be removed.
     """
     rows = reference.greedy_rows(prompts, max_new_tokens + num_tokens + 1)
@@ -42,10 +50,25 @@ def requests(
         if first is None:
             first = torch.zeros_like(states[:, :1])
         slot = _Slot(reference, torch.cat((first, states), dim=1).detach(), computes_again)
-        results.append(slot.answer(prompt, row, max_new_tokens, num_tokens))
+        results.append(slot.answer(prompt, row, max_new_tokens, num_tokens, num_text_tokens))
         last = len(prompt) + max_new_tokens - 2
         first = states[:, last : last + 1].detach()
     return results
+
+
+def from_text(tokens: list[int], number: int, match: int = 2) -> list[int]:
+    """Return what followed the last tokens at their most recent earlier occurrence.
+
+    llama.cpp searches neither in the newest token nor at the first one, and makes no proposal shorter than the match.
+    """
+    known = tokens[:-1]
+    if not number or len(known) <= match + number + 1:
+        return []
+    for begin in range(len(known) - match - 1, 0, -1):
+        if known[begin : begin + match] == tokens[-match:]:
+            drafts = known[begin + match :][:number]
+            return drafts if len(drafts) >= match else []
+    return []
 
 
 @dataclass
@@ -60,12 +83,15 @@ class _Slot:
     before_BSH: torch.Tensor
     computes_again: bool
 
-    def answer(self, prompt: list[int], row: list[int], max_new_tokens: int, num_tokens: int) -> Request:
+    def answer(
+        self, prompt: list[int], row: list[int], max_new_tokens: int, num_tokens: int, num_text_tokens: int
+    ) -> Request:
         done, drafted, accepted = 1, 0, 0
         while done < max_new_tokens:
             tokens = prompt + row[:done]
             # The verified step also gives the token after the drafts, so the last token needs no draft.
-            drafts = self._draft(tokens, min(num_tokens, max_new_tokens - done - 1))
+            most = max_new_tokens - done - 1
+            drafts = from_text(tokens, num_text_tokens)[:most] or self._draft(tokens, min(num_tokens, most))
             hits = 0
             while hits < len(drafts) and drafts[hits] == row[done + hits]:
                 hits += 1

@@ -41,5 +41,5 @@ def test_longer_matches_have_longer_proposals():
 
 
 def test_the_option_selects_them():
-    assert ngrams_of("mtp,ngram") == Ngrams()
+    assert ngrams_of("mtp,ngram") == ngrams_of("ngram") == Ngrams()
     assert ngrams_of("mtp") is ngrams_of("none") is ngrams_of(None) is None

@@ -24,6 +24,7 @@ from tests.rules.good import BENCH, problems_of
         ({"max_prompts": 8}, "--concurrency 32 --max_prompts 8", "128"),
         ({"rounds": 0}, "--rounds 0 1", ""),
         ({"model": "plain"}, "plain/config.json", ""),
+        ({"model": "plain", "speculative": "ngram"}, "--speculative ngram --infer_backend vllm", "llamacpp"),
         (
             {"vllm_speculative_config": {"num_speculative_tokens": 2}},
             "--vllm_speculative_config num_speculative_tokens",

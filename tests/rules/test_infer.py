@@ -18,6 +18,7 @@ from tests.rules.good import CHAIN, INFER, problems_of
         INFER,
         dataclasses.replace(INFER, speculative="none"),
         InferArgs(model="plain"),
+        dataclasses.replace(INFER, model="plain", infer_backend="llamacpp", speculative="ngram"),
     ],
 )
 def test_good_options_pass_without_a_note(here, args):
@@ -56,6 +57,7 @@ def test_good_options_pass_without_a_note(here, args):
         ),
         ({"sglang_engine_kwargs": {}}, "--sglang_engine_kwargs --infer_backend transformers", "sglang"),
         ({"acceptance_json": "no.json"}, "--acceptance_json no.json", "acceptance.json"),
+        ({"speculative": "ngram"}, "--speculative ngram --infer_backend transformers", "--infer_backend llamacpp"),
     ],
 )
 def test_infer(here, change, problem, hint):

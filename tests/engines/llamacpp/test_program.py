@@ -56,11 +56,18 @@ def test_options_reach_the_package():
     params = xllamacpp.CommonParams()
     for name, value in {"model": "a.gguf", "spec-draft-n-max": "3", "threads": "2", "cache-type-k": "f32"}.items():
         embedded.OPTIONS[name](params, value)
-    embedded.OPTIONS["spec-type"](params, "draft-mtp")
+    embedded.OPTIONS["spec-type"](params, "ngram-simple,draft-mtp")
+    embedded.OPTIONS["spec-ngram-simple-size-n"](params, "2")
+    embedded.OPTIONS["spec-ngram-simple-size-m"](params, "4")
     embedded.SWITCHES["no-spec-draft-backend-sampling"](params)
     assert (params.model.path, params.speculative.draft.n_max, params.cpuparams.n_threads) == ("a.gguf", 3, 2)
     assert params.cache_type_k == xllamacpp.ggml_type.GGML_TYPE_F32
-    assert params.speculative.types == [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+    kinds = xllamacpp.common_speculative_type
+    assert params.speculative.types == [
+        kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE,
+        kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP,
+    ]
+    assert (params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m) == (2, 4)
     assert not params.speculative.draft.backend_sampling
 
 
