@@ -4,6 +4,7 @@ One thread per server: with more, llama.cpp waits actively for threads that do n
 """
 
 import asyncio
+import json
 import shutil
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from swiftlite.args.fields import WITH_HEADS
 from swiftlite.bench.measure import connect, generate_all
 from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
-from swiftlite.engines.ngram import Ngrams
+from swiftlite.engines.llamacpp.client import request_of
+from swiftlite.engines.llamacpp.request import post
+from swiftlite.engines.llamacpp.server import TEXT_TOKENS
+from swiftlite.engines.ngram import Ngrams, ngrams_of
 from swiftlite.engines.served_model import resolve_served
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import TEMPERATURE, joint_distribution
@@ -66,6 +71,49 @@ def test_requests_equal_the_reference(trained, tmp_path, monkeypatch, family, nu
     assert found == expected
     share = sum(result.accepted for result in found) / sum(result.drafted for result in found)
     assert 0.05 < share < 0.9  # some right, some wrong
+
+
+@pytest.mark.parametrize("speculative", ["ngram", "mtp,ngram"])
+def test_drafts_from_the_text_equal_the_reference(tmp_path, monkeypatch, speculative):
+    """Greedy answers of a random model repeat themselves. Counts of requests add up to those of /metrics."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    size, num_tokens = 24, 40
+    directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=size)
+    reference = follow(Reference.load(directory, "qwen3", depth=1), convention("llamacpp", "qwen3").drafting)
+    generator = torch.Generator().manual_seed(0)
+    prompts = []
+    while len(prompts) < 4:
+        prompt = torch.randint(0, size, (6,), generator=generator).tolist()
+        if reference.closest_choice(prompt, num_tokens, 1) > UNDECIDED:
+            prompts.append(prompt)
+    expected = requests(reference, prompts, num_tokens, speculative in WITH_HEADS, TEXT_TOKENS, computes_again=False)
+    used = {token for result in expected for token in result.tokens}
+    write_tokenizer(directory, size, next(token for token in range(size) if token not in used))
+    config = EngineConfig(
+        resolve_served(directory),
+        torch_dtype="float32",
+        num_speculative_tokens=None,
+        ngrams=ngrams_of(speculative),
+        heads_draft=speculative in WITH_HEADS,
+        engine_kwargs={"threads": 1},
+    )
+    engine: Any = start_engine("llamacpp", config)
+    found = []
+    try:
+        for prompt in prompts:
+            request = request_of(prompt, Sampling(num_tokens), seed=0) | {"cache_prompt": False}
+            answer = json.loads(post(engine._url, "/completion", request))
+            timings = answer["timings"]
+            found.append(Request(answer["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)))
+        counts = engine.draft_counts()
+    finally:
+        engine.close()
+    assert found == expected
+    accepted = sum(result.accepted for result in found)
+    assert (counts.drafted, counts.accepted) == (sum(result.drafted for result in found), accepted)
+    steps = len(prompts) * num_tokens - accepted
+    assert len(prompts) * num_tokens / steps > 1.2
+    assert accepted < counts.drafted
 
 
 def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path, monkeypatch):
