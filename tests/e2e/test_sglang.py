@@ -106,9 +106,9 @@ def served(request, trained, tmp_path_factory) -> dict[Any, Any]:
     All jobs share one process.
     """
     folder = tmp_path_factory.mktemp("models")
-    models: dict[str, tuple[Path, list[list[int]]]] = {}
-    for family in dict(CASES):
-        models[family] = trained(family, 1, "sglang")
+    needed = {*selected(request, "family", "num_tokens"), *CHOSEN}
+    cases = [case for case in CASES if case in needed]
+    models = {family: trained(family, 1, "sglang") for family in dict(cases)}
     damaged = make_tiny_hf(folder / "damaged", "mimo", depth=1)
     tensors = load_file(damaged / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 5)
@@ -121,11 +121,7 @@ def served(request, trained, tmp_path_factory) -> dict[Any, Any]:
             with_vocab(directory, folder / f"{family}-vocab", reference.draft_vocab),
             [prompt for prompt in prompts if reference.closest_choice(prompt, NEW_TOKENS, 3) > UNDECIDED],
         )
-    needed = [*selected(request, "family", "num_tokens"), *CHOSEN]
-    cases = [
-        *(case for case in CASES if case in needed),
-        *((f"{family}, draft vocabulary", 3) for family in WITH_VOCAB),
-    ]
+    cases += [(f"{family}, draft vocabulary", 3) for family in WITH_VOCAB]
     jobs = [
         {"model": str(models[name][0]), "prompts": models[name][1], "num_tokens": k, "max_new_tokens": NEW_TOKENS}
         for name, k in cases
