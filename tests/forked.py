@@ -38,6 +38,7 @@ PRELOADED = [
     "swiftlite.engines.transformers.engine",
     "swiftlite.train.run",
     "swiftlite.train.methods.sft",
+    "pytest",  # which test modules import, and with them each rank of theirs
     "tests.parallel.packing",
     "tests.parallel.parity",
 ]
