@@ -1,38 +1,59 @@
-"""Fit the projection of new heads to the inputs of the last decoder layer (`--mtp_init fit_last_layer`).
+"""Fit new heads to the trunk in closed form (`--mtp_init fit_last_layer`).
 
-The decoder layer of a new head is a copy of the trunk's last decoder layer, so it needs inputs similar to the inputs of
-that layer. Its input is the output of the projection `eh_proj`, which maps the embedding of a token and the state at
-the previous position to one hidden state. The projection is fitted so that this hidden state is close to the last
-layer's input at that token. Let a[s] be the input of the projection of depth k = 1, 2, ... at position s, and x[s] the
-input of the last decoder layer. Over N tokens of training rows:
+The decoder layer of a new head is a copy of a decoder layer of the trunk, in most models the last one. Two of the
+head's matrices are computed from training rows, each as the solution of a least-squares problem. Depths k = 1, 2, ...
+are fitted in order, because each head reads the state of the previous one.
 
-    eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * N * |W|^2
+1.  The copy needs inputs similar to those of the last layer. Its input is the output of the projection `eh_proj` [H,
+    2H], which maps the embedding of a token and the state at the previous position to one state. Let a[s] be the input
+    of the projection at position s, and x[s] the input of the last decoder layer:
+
+        eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  PROJECTION_RIDGE * m * |W|^2
+
+2.  The head's output should be similar to that of the trunk. With the new projection, let u[s] be the input of
+    `linear_fc2` [H, F], the output matrix of the head's MLP, y[s] the head's state before its output norm, and z[s] the
+    trunk's state before its final norm. The norm divides z[s] by its root mean square r[s]:
+
+        D = argmin over W of  sum over s of |W u[s] - (z[s + k] - y[s])|^2 / r[s + k]^2  +  MLP_RIDGE * m * |W|^2
+
+    The solution is added to the copied matrix. This is exact where y[s] is a linear function of this matrix. The
+    residual multiplier c of a family such as Granite is one factor (`linear_fc2` += D / c). A norm of the MLP's output
+    is not linear, and with experts there are several matrices; such heads have only the first fit (`why_no_mlp_fit`).
+
+m is the mean over the diagonal of the sum of products of the inputs, which makes the ridge independent of the number of
+tokens and of the inputs' size. In both sums, s and s + k are tokens of the same sequence.
 
 The effect was measured on SmolLM2-135M-Instruct with answers that it generated. Before the first step, the head
 predicts the trunk's token at 38 % of the held-out positions; with `--mtp_init copy_last_layer` or `random`, at less
 than 0.2 %.
 
-Shapes: S sequence, B batch, H hidden size, N tokens.
+Shapes: S sequence, B batch, H hidden size, F inputs of `linear_fc2`, I inputs of the fitted layer, N tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from swiftlite.data.batch import Batch
 from swiftlite.data.changed_samples import lengths_of
 from swiftlite.data.sample import Sample
+from swiftlite.families.layer import Layer
+from swiftlite.families.mlp import Mlp
 from swiftlite.log import logger
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.ranks import all_gather_rows
-from swiftlite.model.streamed_trunk import StreamedTrunk
+from swiftlite.model.streamed_trunk import StreamedOutput, StreamedTrunk
+from swiftlite.runtime.compat import MTP_INNER_LAYER
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import on_this_rank, run_batches
@@ -40,9 +61,9 @@ from swiftlite.train.batches.micro_batches import on_this_rank, run_batches
 TOKENS_PER_INPUT = 50
 """Number of tokens for the fit per input channel of the projection. The projection has 2H input channels, so a hidden
 size of 576 requires about 60,000 tokens."""
-RIDGE = 0.01
-"""Regularization of the fit. It is small compared to the inputs, which are outputs of norms and have a mean square of
-about 1."""
+PROJECTION_RIDGE = 0.01
+MLP_RIDGE = 0.001
+"""Regularization of the fits, relative to the mean square of an input channel."""
 
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
@@ -53,30 +74,48 @@ def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
     return [samples[index] for index in range(0, len(samples), stride)]
 
 
+def why_no_mlp_fit(block: Layer) -> str:
+    """Return why the MLP of heads with this decoder layer is not fitted; empty if it is fitted."""
+    if not isinstance(block.mlp, Mlp):
+        return "it has experts"
+    if block.has_output_norms:
+        return "its output is normalized"
+    return ""
+
+
 @torch.no_grad()
 def fit_heads(
-    chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], streamed_trunk: StreamedTrunk | None = None
+    chunks: Sequence[GPTModel],
+    mesh: Mesh,
+    batches: Sequence[Batch],
+    block: Layer,
+    streamed_trunk: StreamedTrunk | None = None,
 ) -> None:
-    """Fit the projection of each head, in order of depth, because each head reads the output of the previous one.
-    Collective.
+    """Fit the projection of each head and the output matrix of its MLP. Collective.
 
     Args:
         chunks: the stages of the model on this rank. The last decoder layer and all heads must be on one stage;
             `why_no_fit` rejects other layouts.
         batches: this rank's micro-batches, the same number on every data-parallel rank.
+        block: the decoder layer of the heads.
         streamed_trunk: computes the trunk if the chunks have no decoder layers.
     """
     for chunk in chunks:
         chunk.eval()  # disables recomputation
+    kinds: list[type[_Fit]] = [_ProjectionFit, _MlpFit]
+    if reason := why_no_mlp_fit(block):
+        kinds = [_ProjectionFit]
+        logger.info("heads: only the projection is fitted, not the MLP: %s", reason)
     for depth in range(chunks[0].config.mtp_num_layers or 0):
-        fits = [_Fit(chunk, depth, mesh) for chunk in chunks if chunk.mtp_process]
-        with mesh.active():
-            if streamed_trunk:
-                _run_streamed(streamed_trunk, chunks[0], mesh, batches, fits)
-            else:
-                _run(chunks, mesh, batches, fits)
-        for fit in fits:
-            fit.finish()
+        for kind in kinds:
+            fits = [kind(chunk, depth, mesh, block) for chunk in chunks if chunk.mtp_process]
+            with mesh.active():
+                if streamed_trunk:
+                    _run_streamed(streamed_trunk, chunks[0], mesh, batches, fits)
+                else:
+                    _run(chunks, mesh, batches, fits)
+            for fit in fits:
+                fit.finish()
     for chunk in chunks:
         chunk.train()
 
@@ -100,9 +139,8 @@ def _run_streamed(
     """Run all micro-batches like `_run`, through a model whose trunk is streamed."""
     unlabeled = map(_without_labels, on_this_rank(batches, mesh))
     for streamed in trunk.outputs(unlabeled, with_last_input=True):
-        assert streamed.last_input_SBH is not None
         for fit in fits:
-            fit.see(streamed.batch, streamed.last_input_SBH)
+            fit.see(streamed)
         forward(model, streamed.batch, trunk=streamed.output)
 
 
@@ -111,73 +149,155 @@ def _without_labels(batch: Batch) -> Batch:
     return replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
 
 
-class _Fit:
-    """Collects the sums for the fit from the inputs of the last decoder layer and of one projection.
+class _Fit(ABC):
+    """Collects the sums of a least-squares problem: inputs of a head's linear layer, and targets from the trunk.
+
+    Args:
+        block: the decoder layer of the heads.
 
     Attributes:
         batch: the micro-batch that the stage currently computes.
+        target_SBH: the trunk's states for it, on this rank. None after the first draft step: with --mtp_unroll, a head
+            runs once per draft step, and is fitted to the first step.
     """
 
     batch: Batch
+    target_SBH: torch.Tensor | None = None
 
-    def __init__(self, chunk: GPTModel, depth: int, mesh: Mesh):
+    def __init__(self, chunk: GPTModel, depth: int, mesh: Mesh, block: Layer):
         self.chunk = chunk
         self.depth = depth
         self.mesh = mesh
-        head: Any = chunk.mtp.layers[depth]
-        self.projection: Any = head.eh_proj
-        size = chunk.config.hidden_size
+        self.block = block
+        self.head: Any = chunk.mtp.layers[depth]
+        self.hooks = list(self._hooks())
+        size = self._num_inputs()
         float64 = {"dtype": torch.float64, "device": mesh.device.torch_device}
-        self.squares = torch.zeros(2 * size, 2 * size, **float64)
-        self.products = torch.zeros(2 * size, size, **float64)
+        self.squares = torch.zeros(size, size, **float64)
+        self.products = torch.zeros(size, chunk.config.hidden_size, **float64)
         self.num_tokens = torch.zeros((), **float64)
-        self.target_SBH: torch.Tensor | None = None
-        self.hooks = [self.projection.register_forward_pre_hook(self._see_input)]
-        if not chunk.streams_trunk:
-            last_layer: Any = chunk.decoder.layers[-1]
-            self.hooks.append(last_layer.register_forward_pre_hook(self._see_target, with_kwargs=True))
 
-    def see(self, batch: Batch, last_input_SBH: torch.Tensor) -> None:
-        """Set the micro-batch, and the input that the trunk's last decoder layer received for it."""
-        self.batch = batch
-        self.target_SBH = self._whole(on_device(last_input_SBH, self.mesh.device.torch_device))
+    @abstractmethod
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        """Register the hooks that collect inputs and targets."""
 
-    def _see_target(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.target_SBH = self._whole(kwargs["hidden_states"])
+    @abstractmethod
+    def _num_inputs(self) -> int:
+        """Return the number of inputs of the fitted layer."""
 
-    def _see_input(self, projection: nn.Module, args: tuple) -> None:
-        if self.target_SBH is None:
-            return  # with --mtp_unroll the projection runs once per draft step, and is fitted to the first step
-        input_SBH = self._whole(args[0])
-        sequence_SB = all_gather_rows(self.batch.sequence_KBS[self.depth + 1], self.mesh, self.batch.cu_seqlens).T
-        is_token_SB = sequence_SB >= 0
-        # Entry s of the target is the last layer's input at s + depth + 1 in the same sequence. Entries that `roll`
-        # wraps around are masked, because the sequence has ended there.
-        target_NH = self.target_SBH.roll(-self.depth - 1, dims=0)[is_token_SB].double()
-        input_NH = input_SBH[is_token_SB].double()
-        self.squares += input_NH.T @ input_NH
-        self.products += input_NH.T @ target_NH
-        self.num_tokens += len(input_NH)
+    @abstractmethod
+    def finish(self) -> None:
+        """Solve for the layer's weight and set it; collective over data-parallel ranks."""
+
+    def see(self, streamed: StreamedOutput) -> None:
+        """Set the micro-batch, and what a streamed trunk has computed for it."""
+        self.batch = streamed.batch
+
+    def _is_token(self) -> torch.Tensor:
+        """Return which positions of the whole row have a target, bool [S, B]."""
+        return all_gather_rows(self.batch.sequence_KBS[self.depth + 1], self.mesh, self.batch.cu_seqlens).T >= 0
+
+    def _targets(self, is_token_SB: torch.Tensor) -> torch.Tensor:
+        """Return the trunk's state at s + depth + 1 for each of these positions s."""
+        assert self.target_SBH is not None
+        # `roll` wraps states around only to masked positions, because their sequence has ended.
+        target_SBH = self._whole(self.target_SBH).roll(-self.depth - 1, dims=0)
         self.target_SBH = None
+        return target_SBH[is_token_SB].double()
+
+    def _add(self, input_NI: torch.Tensor, target_NH: torch.Tensor) -> None:
+        self.squares += input_NI.T @ input_NI
+        self.products += input_NI.T @ target_NH
+        self.num_tokens += len(input_NI)
 
     def _whole(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Gather whole rows from each rank's part."""
-        hidden_SBH = self.chunk.whole_sequence(hidden_SBH)
+        """Gather whole rows from the parts of sequence- and context-parallel ranks."""
+        return self._gathered(self.chunk.whole_sequence(hidden_SBH))
+
+    def _gathered(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """Gather whole rows from the parts of context-parallel ranks."""
         cp = self.mesh.cp
         if cp.size() == 1:
             return hidden_SBH
         lengths = sequence_lengths(hidden_SBH.size(0) * cp.size(), self.batch.cu_seqlens)
         return gather_sequence(hidden_SBH, lengths, cp)
 
-    def finish(self) -> None:
-        """Solve for the projection's weight and set it; collective over data-parallel ranks."""
+    def _solve(self, ridge: float) -> torch.Tensor:
+        """Return the solution [H, I] of the least-squares problem over the tokens of all ranks."""
         for hook in self.hooks:
             hook.remove()
         for tensor in (self.squares, self.products, self.num_tokens):
             dist.all_reduce(tensor, group=self.mesh.dp)
-        num_tokens = int(self.num_tokens)
-        self.squares.diagonal().add_(RIDGE * num_tokens)
-        weight = torch.linalg.solve(self.squares, self.products).T
-        tp = self.mesh.tp
-        self.projection.weight.copy_(weight.chunk(tp.size())[tp.rank()])
-        logger.info("head %d: projection fitted to the last layer's input at %d tokens", self.depth + 1, num_tokens)
+        self.squares.diagonal().add_(ridge * self.squares.diagonal().mean())
+        return torch.linalg.solve(self.squares, self.products).T
+
+    def _log(self, what: str) -> None:
+        logger.info("head %d: %s, at %d tokens", self.depth + 1, what, int(self.num_tokens))
+
+
+class _ProjectionFit(_Fit):
+    """Fits `eh_proj` to the inputs of the last decoder layer."""
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        yield self.head.eh_proj.register_forward_pre_hook(self._see_input)
+        if not self.chunk.streams_trunk:
+            yield self.chunk.decoder.layers[-1].register_forward_pre_hook(self._see_target, with_kwargs=True)
+
+    def _num_inputs(self) -> int:
+        return 2 * self.chunk.config.hidden_size
+
+    def see(self, streamed: StreamedOutput) -> None:
+        super().see(streamed)
+        assert streamed.last_input_SBH is not None
+        self.target_SBH = on_device(streamed.last_input_SBH, self.mesh.device.torch_device)
+
+    def _see_target(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.target_SBH = kwargs["hidden_states"]
+
+    def _see_input(self, projection: nn.Module, args: tuple) -> None:
+        if self.target_SBH is not None:
+            is_token_SB = self._is_token()
+            self._add(self._whole(args[0])[is_token_SB].double(), self._targets(is_token_SB))
+
+    def finish(self) -> None:
+        weight, tp = self._solve(PROJECTION_RIDGE), self.mesh.tp
+        self.head.eh_proj.weight.copy_(weight.chunk(tp.size())[tp.rank()])
+        self._log("projection fitted to the last layer's input")
+
+
+class _MlpFit(_Fit):
+    """Fits `linear_fc2` of the head's MLP to the trunk's states before the final norm."""
+
+    input_SBF: torch.Tensor
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        final_norm: Any = self.chunk.decoder.final_layernorm  # also of a streamed trunk
+        self.linear: Any = getattr(self.head, MTP_INNER_LAYER).mlp.linear_fc2
+        yield final_norm.register_forward_pre_hook(self._see_target)
+        yield self.linear.register_forward_pre_hook(self._see_input)
+        yield self.head.final_layernorm.register_forward_pre_hook(self._see_output)
+
+    def _num_inputs(self) -> int:
+        return self.linear.weight.size(1) * self.mesh.tp.size()
+
+    def _see_target(self, norm: nn.Module, args: tuple) -> None:
+        self.target_SBH = args[0]
+
+    def _see_input(self, linear: nn.Module, args: tuple) -> None:
+        self.input_SBF = args[0]  # positions of all sequence-parallel ranks, channels of this tensor-parallel rank
+
+    def _see_output(self, norm: nn.Module, args: tuple) -> None:
+        if self.target_SBH is None:
+            return
+        is_token_SB = self._is_token()
+        target_NH = self._targets(is_token_SB)
+        missing_NH = target_NH - self._whole(args[0])[is_token_SB]
+        input_SBF = gather_from_tensor_model_parallel_region(self.input_SBF, group=self.mesh.tp)
+        input_NF = self._gathered(input_SBF)[is_token_SB].double()
+        root_mean_square_N1 = (target_NH.square().mean(1, keepdim=True) + self.chunk.config.layernorm_epsilon).sqrt()
+        self._add(input_NF / root_mean_square_N1, missing_NH / root_mean_square_N1)
+
+    def finish(self) -> None:
+        change, tp = self._solve(MLP_RIDGE) / self.block.residual_multiplier, self.mesh.tp
+        self.linear.weight.add_(change.chunk(tp.size(), dim=1)[tp.rank()])
+        self._log("MLP fitted to the trunk's last state")

@@ -67,7 +67,7 @@ def make_train_state(
     """Load --model as the options specify, and create everything that its training requires. Collective.
 
     Args:
-        rows_to_fit: micro-batches to which projections of new heads are fitted; None if no fit is needed.
+        rows_to_fit: micro-batches to which new heads are fitted; None if no fit is needed.
         graft_from: the model whose heads are copied if `plan.mtp_init` is graft.
 
     Raises:
@@ -104,7 +104,8 @@ def make_train_state(
     if args.stream_trunk:
         streamed_trunk = StreamedTrunk(chunks[0], hf_model, mesh, int(args.stream_trunk_gb * 1e9))
     if rows_to_fit is not None:
-        fit_heads(chunks, mesh, rows_to_fit, streamed_trunk)
+        block = hf_model.family.architecture(hf_model.config).mtp_block
+        fit_heads(chunks, mesh, rows_to_fit, block, streamed_trunk)
     if plan.lora:
         rows = hf_model.family.rows(hf_model.config, plan.heads.layers)
         logger.info("adapters: %d on this rank", add_adapters(chunks, plan.lora, rows, args.seed))

@@ -1,5 +1,6 @@
-"""Test `fit_last_layer` for every kind of layout against a fit with numpy to transformers' states."""
+"""Test `fit_last_layer` for every kind of layout against fits with numpy to transformers' states."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs
 from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
-from swiftlite.families.resolved import resolve
+from swiftlite.families.layer import Layer
+from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
-from swiftlite.train.head_fit import RIDGE, fit_heads, samples_to_fit
+from swiftlite.train.head_fit import MLP_RIDGE, PROJECTION_RIDGE, fit_heads, samples_to_fit
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import CASES, SIZES, TP2_SP
 from tests.tiny import make_tiny_hf
@@ -29,6 +31,8 @@ NAMES = ("PP2", "PP2xVPP2", "CP2", "DP2")
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "TP2+SP": TP2_SP} | {name: CASES[name].options for name in NAMES}
 PACKED = ("TP2+SP", "CP2")
 DEPTH = 2
+FITTED = {"eh_proj": 0, "transformer_layer.mlp.linear_fc2": 1}
+"""The fitted matrices of a head, and the axis along which tensor-parallel ranks split each."""
 VOCABULARY = 128
 
 
@@ -40,7 +44,7 @@ def make_rows() -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Job:
-    """A fit with a layout. The first rank that has the heads writes their projections to `path`."""
+    """A fit with a layout. The first rank that has the heads writes their fitted matrices to `path`."""
 
     hf_dir: Path
     path: Path
@@ -56,10 +60,9 @@ def fit_all(jobs: list[Job], ports: list[int]) -> None:
 
 def fit(job: Job) -> None:
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()]
+    hf_model = resolve(job.hf_dir)
     with session(layout_of(SftArgs(model=str(job.hf_dir), **job.options)), timeout_minutes=2) as mesh:
-        chunks, _ = open_model(
-            resolve(job.hf_dir), mesh, dtype=torch.float32, heads=Heads(DEPTH), mtp_init="fit_last_layer"
-        )
+        chunks, _ = open_model(hf_model, mesh, dtype=torch.float32, heads=Heads(DEPTH), mtp_init="fit_last_layer")
         mine = samples[mesh.dp.rank() :: mesh.dp.size()]
         pairs = [mine[start : start + 2] for start in range(0, len(mine), 2)]
         if job.is_packed:
@@ -67,22 +70,29 @@ def fit(job: Job) -> None:
             batches = [collate_packed(pair, 0, **packed) for pair in pairs]
         else:
             batches = [collate(pair, 0, num_drafts=DEPTH, pad_to_multiple_of=4) for pair in pairs]
-        fit_heads(chunks, mesh, batches)
+        fit_heads(chunks, mesh, batches, block_of(hf_model))
         for chunk in chunks:
             if chunk.mtp_process and mesh.dp_cp.rank() == 0:
                 for depth in range(DEPTH):
-                    weight = chunk.get_parameter(f"mtp.layers.{depth}.eh_proj.weight")
-                    torch.save(weight.detach(), f"{job.path}-{depth}-{mesh.tp.rank()}")
+                    for name in FITTED:
+                        weight = chunk.get_parameter(f"mtp.layers.{depth}.{name}.weight")
+                        torch.save(weight.detach(), f"{job.path}-{name}-{depth}-{mesh.tp.rank()}")
 
 
-def read_projection(path: Path, depth: int) -> torch.Tensor:
-    """Return the whole projection from the parts that ranks have written."""
-    return torch.cat([torch.load(part) for part in sorted(path.parent.glob(f"{path.name}-{depth}-*"))])
+def block_of(hf_model: HfModel) -> Layer:
+    """Return the decoder layer of the model's heads."""
+    return hf_model.family.architecture(hf_model.config).mtp_block
+
+
+def read_fitted(path: Path, name: str, depth: int) -> np.ndarray:
+    """Return a whole matrix from the parts that ranks have written."""
+    parts = sorted(path.parent.glob(f"{path.name}-{name}-{depth}-*"))
+    return torch.cat([torch.load(part) for part in parts], dim=FITTED[name]).numpy()
 
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory) -> tuple[Path, Path]:
-    """Return the model's directory and the directory of the projections."""
+    """Return the model's directory and the directory of the fitted matrices."""
     root = tmp_path_factory.mktemp("fit")
     hf_dir = make_tiny_hf(root / "hf", "llama", depth=0, **SIZES)
     jobs = [Job(hf_dir, root / name, options, False) for name, options in LAYOUTS.items() if name != "one"]
@@ -95,44 +105,128 @@ def fitted(tmp_path_factory) -> tuple[Path, Path]:
     return hf_dir, root
 
 
-def expected_projection(hf_dir: Path) -> np.ndarray:
-    """Compute the projection of depth 1 with numpy.
+@dataclass(frozen=True)
+class Problem:
+    """Inputs [N, I] of a matrix and targets [N, H] of its outputs, float64."""
 
-    The projection maps the normalized embedding and state to the last layer's input one token later.
+    input_NI: np.ndarray
+    target_NH: np.ndarray
+
+    @classmethod
+    def of_rows(cls, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> "Problem":
+        return cls(torch.cat(list(inputs)).numpy(), torch.cat(list(targets)).numpy())
+
+    def penalty(self, ridge: float) -> float:
+        """Return the factor of the squared matrix."""
+        return ridge * np.square(self.input_NI).sum(0).mean()
+
+    def solution(self, ridge: float) -> np.ndarray:
+        # The ridge as rows of their own: the plain least-squares problem of numpy then has it.
+        rows = np.sqrt(self.penalty(ridge)) * np.eye(self.input_NI.shape[1])
+        nothing = np.zeros((len(rows), self.target_NH.shape[1]))
+        inputs, targets = np.concatenate([self.input_NI, rows]), np.concatenate([self.target_NH, nothing])
+        return np.linalg.lstsq(inputs, targets, rcond=None)[0].T
+
+    def error(self, matrix_HI: np.ndarray) -> float:
+        return np.square(self.input_NI @ matrix_HI.T - self.target_NH).sum(1).mean()
+
+    def gradient(self, matrix_HI: np.ndarray, ridge: float) -> np.ndarray:
+        """Return half of the objective's gradient, with the penalty."""
+        return (self.input_NI @ matrix_HI.T - self.target_NH).T @ self.input_NI + self.penalty(ridge) * matrix_HI
+
+
+class Reference:
+    """The head of depth 1 in float64, computed with transformers' layers.
+
+    Attributes:
+        projection, mlp: the least-squares problems of both fits.
+        copied_HF: output matrix of the last layer's MLP.
     """
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
-    inputs, targets = [], []
 
-    def normed(states: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(states, states.shape[-1:], eps=model.config.rms_norm_eps)
+    @torch.no_grad()
+    def __init__(self, hf_dir: Path):
+        model: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float64).eval()
+        self.copied_HF = model.model.layers[-1].mlp.down_proj.weight.numpy()
+        self.eps = model.config.rms_norm_eps
+        rows = [self._trunk(model, torch.from_numpy(row)[None]) for row in make_rows()]
+        self.projection = Problem.of_rows([row[0] for row in rows], [row[1] for row in rows])
+        projection = torch.from_numpy(self.projection.solution(PROJECTION_RIDGE))
+        inputs, missing = [], []
+        for input_SI, _, trunk_SH in rows:
+            input_SF, output_SH = self._head(model, input_SI @ projection.T)
+            root_mean_square_S1 = (trunk_SH.square().mean(1, keepdim=True) + self.eps).sqrt()
+            inputs.append(input_SF / root_mean_square_S1)
+            missing.append((trunk_SH - output_SH) / root_mean_square_S1)
+        self.mlp = Problem.of_rows(inputs, missing)
 
-    for row in make_rows():
-        token_ids = torch.from_numpy(row)[None]
-        with torch.no_grad():
-            states = model.model(token_ids, output_hidden_states=True).hidden_states
-            embeddings = model.get_input_embeddings()(token_ids)
-        inputs.append(torch.cat([normed(embeddings[0, 1:]), normed(states[-1][0, :-1])], dim=-1).numpy())
-        targets.append(states[-2][0, 1:].numpy())
-    input_NH, target_NH = np.concatenate(inputs).astype(np.float64), np.concatenate(targets).astype(np.float64)
-    # The ridge as rows of their own: the plain least-squares problem of numpy then has it.
-    ridge = np.sqrt(RIDGE * len(input_NH)) * np.eye(input_NH.shape[1])
-    nothing = np.zeros((len(ridge), target_NH.shape[1]))
-    solution, *_ = np.linalg.lstsq(np.concatenate([input_NH, ridge]), np.concatenate([target_NH, nothing]), rcond=None)
-    return solution.T
+    def _trunk(self, model: Any, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the projection's inputs, the last layer's inputs one token later, and its outputs there."""
+        last_outputs = []
+        hook = model.model.norm.register_forward_pre_hook(lambda norm, args: last_outputs.append(args[0]))
+        states = model.model(token_ids, output_hidden_states=True).hidden_states
+        hook.remove()
+        inputs = torch.cat([self._normed(states[0][0, 1:]), self._normed(states[-1][0, :-1])], dim=-1)
+        return inputs, states[-2][0, 1:], last_outputs[0][0, 1:]
+
+    def _head(self, model: Any, hidden_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of the MLP's output matrix, and the state that the copied layer returns."""
+        layer, inputs = model.model.layers[-1], []
+        hook = layer.mlp.down_proj.register_forward_pre_hook(lambda linear, args: inputs.append(args[0]))
+        rotary = model.model.rotary_emb(hidden_SH[None], torch.arange(len(hidden_SH))[None])
+        output_BSH = layer(hidden_SH[None], position_embeddings=rotary, attention_mask=None)
+        hook.remove()
+        return inputs[0][0], output_BSH[0]
+
+    def _normed(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(states, states.shape[-1:], eps=self.eps)
 
 
-def test_projection_is_the_least_squares_fit(fitted):
-    hf_dir, root = fitted
-    # Two float32 forward passes; the weights are about 0.1.
-    np.testing.assert_allclose(read_projection(root / "one", 0), expected_projection(hf_dir), atol=1e-5)
+@pytest.fixture(scope="module")
+def reference(fitted) -> Reference:
+    hf_dir, _ = fitted
+    return Reference(hf_dir)
+
+
+def test_projection_is_the_least_squares_fit(fitted, reference):
+    _, root = fitted
+    # A float32 forward pass; the weights are about 0.1.
+    expected = reference.projection.solution(PROJECTION_RIDGE)
+    np.testing.assert_allclose(read_fitted(root / "one", "eh_proj", 0), expected, atol=1e-5)
+
+
+def test_mlp_is_the_least_squares_fit(fitted, reference):
+    _, root = fitted
+    change = read_fitted(root / "one", "transformer_layer.mlp.linear_fc2", 0) - reference.copied_HF
+    np.testing.assert_allclose(change, reference.mlp.solution(MLP_RIDGE), atol=1e-5)
+    # It is the minimum of the penalized error.
+    assert reference.mlp.error(change) < 0.9 * reference.mlp.error(0 * change)
+    before = np.abs(reference.mlp.gradient(0 * change, MLP_RIDGE)).max()
+    assert np.abs(reference.mlp.gradient(change, MLP_RIDGE)).max() < 1e-4 * before
 
 
 @pytest.mark.parametrize("name", [*list(LAYOUTS)[1:], *(f"{name} packed" for name in PACKED)])
 @pytest.mark.parametrize("depth", range(DEPTH))
-def test_every_layout_fits_the_same(fitted, name, depth):
+@pytest.mark.parametrize("matrix", FITTED)
+def test_every_layout_fits_the_same(fitted, name, depth, matrix):
     _, root = fitted
-    projection = read_projection(root / name, depth)
-    np.testing.assert_allclose(projection, read_projection(root / "one", depth), atol=1e-5)  # sums in another order
+    found, expected = (read_fitted(root / layout, matrix, depth) for layout in (name, "one"))
+    np.testing.assert_allclose(found, expected, atol=1e-5)  # sums in another order
+
+
+def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
+    """Only the first step of a draft is fitted. The MLP's output is scaled before it is added to the state."""
+    hf_dir = make_tiny_hf(tmp_path / "hf", "granite", depth=0)
+    hf_model = resolve(hf_dir)
+    (model,) = chunks = open_model(
+        hf_model, mesh, dtype=torch.float32, heads=Heads(1, unroll=2), mtp_init="fit_last_layer"
+    )[0]
+    samples = [make_sample(row, np.ones(len(row))) for row in make_rows()]
+    fit_heads(chunks, mesh, [collate(samples, 0, num_drafts=2)], block_of(hf_model))
+    reference = Reference(hf_dir)
+    change = model.get_parameter("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight").numpy(force=True)
+    change = change - reference.copied_HF
+    expected = reference.mlp.solution(MLP_RIDGE) / hf_model.config["residual_multiplier"]
+    np.testing.assert_allclose(change, expected, atol=1e-5)
 
 
 def test_samples_are_spread_over_all_files():
@@ -143,11 +237,19 @@ def test_samples_are_spread_over_all_files():
     assert len(samples_to_fit(samples[:3], hidden_size=32)) == 3
 
 
-def test_fit_changes_nothing_else(tmp_path, mesh):
-    hf_dir = make_tiny_hf(tmp_path / "hf", "glm4_moe", depth=0)
+@pytest.mark.parametrize(
+    ("family", "fitted"),
+    [
+        ("llama", ["eh_proj", "transformer_layer.mlp.linear_fc2"]),
+        ("glm4_moe", ["eh_proj"]),  # experts
+        ("olmo2", ["eh_proj"]),  # a norm of the MLP's output
+    ],
+)
+def test_fit_changes_nothing_else(tmp_path, mesh, family, fitted):
+    hf_model = resolve(make_tiny_hf(tmp_path / "hf", family, depth=0))
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()[:4]]
     chunks, _ = open_model(
-        resolve(hf_dir),
+        hf_model,
         mesh,
         dtype=torch.float32,
         heads=Heads(1),
@@ -157,9 +259,9 @@ def test_fit_changes_nothing_else(tmp_path, mesh):
     (model,) = chunks
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor is not None}
     before |= {name: tensor.clone() for name, tensor in model.named_buffers()}
-    fit_heads(chunks, mesh, [collate(samples, 0, num_drafts=1)])
+    fit_heads(chunks, mesh, [collate(samples, 0, num_drafts=1)], block_of(hf_model))
     after = {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
     after |= dict(model.named_buffers())
     changed = [name for name in before if not torch.equal(before[name], after[name])]
-    assert changed == ["mtp.layers.0.eh_proj.weight"]
+    assert sorted(changed) == [f"mtp.layers.0.{name}.weight" for name in fitted]
     assert model.training
