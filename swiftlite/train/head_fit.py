@@ -30,10 +30,9 @@ than 0.2 %.
 Shapes: S sequence, B batch, H hidden size, F inputs of `linear_fc2`, I inputs of the fitted layer, N tokens.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -75,7 +74,7 @@ def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
 
 
 def why_no_mlp_fit(block: Layer) -> str:
-    """Return why the MLP of heads with this decoder layer is not fitted; empty if it is fitted."""
+    """Return why the MLP of heads with this decoder layer cannot be fitted; empty if it can."""
     if not isinstance(block.mlp, Mlp):
         return "it has experts"
     if block.has_output_norms:
@@ -102,13 +101,13 @@ def fit_heads(
     """
     for chunk in chunks:
         chunk.eval()  # disables recomputation
-    kinds: list[type[_Fit]] = [_ProjectionFit, _MlpFit]
+    fit_kinds: list[type[_ProjectionFit] | type[_MlpFit]] = [_ProjectionFit, _MlpFit]
     if reason := why_no_mlp_fit(block):
-        kinds = [_ProjectionFit]
-        logger.info("heads: only the projection is fitted, not the MLP: %s", reason)
+        fit_kinds = [_ProjectionFit]
+        logger.info("heads: the MLP is not fitted, because %s", reason)
     for depth in range(chunks[0].config.mtp_num_layers or 0):
-        for kind in kinds:
-            fits = [kind(chunk, depth, mesh, block) for chunk in chunks if chunk.mtp_process]
+        for fit_kind in fit_kinds:
+            fits = [fit_kind(chunk, depth, mesh, block) for chunk in chunks if chunk.mtp_process]
             with mesh.active():
                 if streamed_trunk:
                     _run_streamed(streamed_trunk, chunks[0], mesh, batches, fits)
@@ -149,45 +148,30 @@ def _without_labels(batch: Batch) -> Batch:
     return replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
 
 
-class _Fit(ABC):
-    """Collects the sums of a least-squares problem: inputs of a head's linear layer, and targets from the trunk.
-
-    Args:
-        block: the decoder layer of the heads.
+class _Fit:
+    """Collects the sums of a least-squares problem: inputs of a linear layer of a head, and targets from the trunk.
 
     Attributes:
+        part: the part of the head that is fitted, for the log.
         batch: the micro-batch that the stage currently computes.
-        target_SBH: the trunk's states for it, on this rank. None after the first draft step: with --mtp_unroll, a head
-            runs once per draft step, and is fitted to the first step.
+        target_SBH: states of the trunk for it, the part on this rank. None after the first draft step: with
+            --mtp_unroll, a head runs once per draft step, and is fitted to the first step.
+        hooks: collect inputs and targets.
     """
 
+    part: ClassVar[str]
     batch: Batch
     target_SBH: torch.Tensor | None = None
 
-    def __init__(self, chunk: GPTModel, depth: int, mesh: Mesh, block: Layer):
+    def __init__(self, chunk: GPTModel, depth: int, mesh: Mesh, num_inputs: int):
         self.chunk = chunk
         self.depth = depth
         self.mesh = mesh
-        self.block = block
-        self.head: Any = chunk.mtp.layers[depth]
-        self.hooks = list(self._hooks())
-        size = self._num_inputs()
         float64 = {"dtype": torch.float64, "device": mesh.device.torch_device}
-        self.squares = torch.zeros(size, size, **float64)
-        self.products = torch.zeros(size, chunk.config.hidden_size, **float64)
+        self.squares = torch.zeros(num_inputs, num_inputs, **float64)
+        self.products = torch.zeros(num_inputs, chunk.config.hidden_size, **float64)
         self.num_tokens = torch.zeros((), **float64)
-
-    @abstractmethod
-    def _hooks(self) -> Iterator[RemovableHandle]:
-        """Register the hooks that collect inputs and targets."""
-
-    @abstractmethod
-    def _num_inputs(self) -> int:
-        """Return the number of inputs of the fitted layer."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Solve for the layer's weight and set it; collective over data-parallel ranks."""
+        self.hooks: list[RemovableHandle] = []
 
     def see(self, streamed: StreamedOutput) -> None:
         """Set the micro-batch, and what a streamed trunk has computed for it."""
@@ -228,23 +212,24 @@ class _Fit(ABC):
             hook.remove()
         for tensor in (self.squares, self.products, self.num_tokens):
             dist.all_reduce(tensor, group=self.mesh.dp)
+        logger.info("head %d: %s fitted at %d tokens", self.depth + 1, self.part, int(self.num_tokens))
         self.squares.diagonal().add_(ridge * self.squares.diagonal().mean())
         return torch.linalg.solve(self.squares, self.products).T
-
-    def _log(self, what: str) -> None:
-        logger.info("head %d: %s, at %d tokens", self.depth + 1, what, int(self.num_tokens))
 
 
 class _ProjectionFit(_Fit):
     """Fits `eh_proj` to the inputs of the last decoder layer."""
 
-    def _hooks(self) -> Iterator[RemovableHandle]:
-        yield self.head.eh_proj.register_forward_pre_hook(self._see_input)
-        if not self.chunk.streams_trunk:
-            yield self.chunk.decoder.layers[-1].register_forward_pre_hook(self._see_target, with_kwargs=True)
+    part = "projection"
 
-    def _num_inputs(self) -> int:
-        return 2 * self.chunk.config.hidden_size
+    def __init__(self, chunk: GPTModel, depth: int, mesh: Mesh, block: Layer):
+        super().__init__(chunk, depth, mesh, 2 * chunk.config.hidden_size)
+        head: Any = chunk.mtp.layers[depth]
+        self.linear: Any = head.eh_proj
+        self.hooks.append(self.linear.register_forward_pre_hook(self._see_input))
+        if not chunk.streams_trunk:
+            last_layer: Any = chunk.decoder.layers[-1]
+            self.hooks.append(last_layer.register_forward_pre_hook(self._see_target, with_kwargs=True))
 
     def see(self, streamed: StreamedOutput) -> None:
         super().see(streamed)
@@ -260,25 +245,28 @@ class _ProjectionFit(_Fit):
             self._add(self._whole(args[0])[is_token_SB].double(), self._targets(is_token_SB))
 
     def finish(self) -> None:
+        """Set the weight; collective over data-parallel ranks."""
         weight, tp = self._solve(PROJECTION_RIDGE), self.mesh.tp
-        self.head.eh_proj.weight.copy_(weight.chunk(tp.size())[tp.rank()])
-        self._log("projection fitted to the last layer's input")
+        self.linear.weight.copy_(weight.chunk(tp.size())[tp.rank()])
 
 
 class _MlpFit(_Fit):
     """Fits `linear_fc2` of the head's MLP to the trunk's states before the final norm."""
 
+    part = "MLP"
     input_SBF: torch.Tensor
 
-    def _hooks(self) -> Iterator[RemovableHandle]:
-        final_norm: Any = self.chunk.decoder.final_layernorm  # also of a streamed trunk
-        self.linear: Any = getattr(self.head, MTP_INNER_LAYER).mlp.linear_fc2
-        yield final_norm.register_forward_pre_hook(self._see_target)
-        yield self.linear.register_forward_pre_hook(self._see_input)
-        yield self.head.final_layernorm.register_forward_pre_hook(self._see_output)
-
-    def _num_inputs(self) -> int:
-        return self.linear.weight.size(1) * self.mesh.tp.size()
+    def __init__(self, chunk: GPTModel, depth: int, mesh: Mesh, block: Layer):
+        head: Any = chunk.mtp.layers[depth]
+        self.linear: Any = getattr(head, MTP_INNER_LAYER).mlp.linear_fc2
+        super().__init__(chunk, depth, mesh, self.linear.weight.size(1) * mesh.tp.size())
+        self.residual_multiplier = block.residual_multiplier
+        final_norm: Any = chunk.decoder.final_layernorm  # also of a streamed trunk
+        self.hooks = [
+            final_norm.register_forward_pre_hook(self._see_target),
+            self.linear.register_forward_pre_hook(self._see_input),
+            head.final_layernorm.register_forward_pre_hook(self._see_output),
+        ]
 
     def _see_target(self, norm: nn.Module, args: tuple) -> None:
         self.target_SBH = args[0]
@@ -298,6 +286,6 @@ class _MlpFit(_Fit):
         self._add(input_NF / root_mean_square_N1, missing_NH / root_mean_square_N1)
 
     def finish(self) -> None:
-        change, tp = self._solve(MLP_RIDGE) / self.block.residual_multiplier, self.mesh.tp
+        """Add the solution to the weight; collective over data-parallel ranks."""
+        change, tp = self._solve(MLP_RIDGE) / self.residual_multiplier, self.mesh.tp
         self.linear.weight.add_(change.chunk(tp.size(), dim=1)[tp.rank()])
-        self._log("MLP fitted to the trunk's last state")

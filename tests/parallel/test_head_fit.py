@@ -33,6 +33,8 @@ PACKED = ("TP2+SP", "CP2")
 DEPTH = 2
 FITTED = {"eh_proj": 0, "transformer_layer.mlp.linear_fc2": 1}
 """The fitted matrices of a head, and the axis along which tensor-parallel ranks split each."""
+ROUNDING = {"eh_proj": 1e-5, "transformer_layer.mlp.linear_fc2": 5e-5}
+"""Differences due to the order of float32 sums. The second fit amplifies those of the first."""
 VOCABULARY = 128
 
 
@@ -210,7 +212,7 @@ def test_mlp_is_the_least_squares_fit(fitted, reference):
 def test_every_layout_fits_the_same(fitted, name, depth, matrix):
     _, root = fitted
     found, expected = (read_fitted(root / layout, matrix, depth) for layout in (name, "one"))
-    np.testing.assert_allclose(found, expected, atol=1e-5)  # sums in another order
+    np.testing.assert_allclose(found, expected, atol=ROUNDING[matrix])
 
 
 def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
