@@ -71,8 +71,8 @@ class MtpArgs(WaitingStatesArgs, HeadShapeArgs):
 
     mtp_init: MtpInit | None = None
     """Initial weights of the heads: checkpoint; random; copy_last_layer: a copy of the last decoder layer;
-    fit_last_layer: the same copy with a projection fitted to training rows; graft: the heads of --mtp_graft_from.
-    Default: checkpoint; with heads_only and no heads in the checkpoint, fit_last_layer."""
+    fit_last_layer: the same copy with a projection and an MLP fitted to training rows; graft: the heads of
+    --mtp_graft_from. Default: checkpoint; with heads_only and no heads in the checkpoint, fit_last_layer."""
     mtp_graft_from: str | None = None
     """With --mtp_init graft: the Hugging Face model, as for --model, whose MTP heads are copied, such as the base model
     of the trunk. Family and shapes must match."""

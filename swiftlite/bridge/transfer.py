@@ -108,7 +108,7 @@ def load_hf(
         hf_config: content of the directory's config.json.
         mtp_init: source of the heads' weights. "checkpoint": the checkpoint, which must have exactly as many heads.
             "copy_last_layer": the last decoder layer. "fit_last_layer": as copy_last_layer; the caller fits the
-            projections (`train/head_fit.py`). "random": random values (`mtp_init.py`), except for frozen tensors
+            heads (`train/head_fit.py`). "random": random values (`mtp_init.py`), except for frozen tensors
             (`Row.is_frozen`). "graft": another checkpoint.
         graft_from: directory of the other checkpoint, see `graft_heads`.
         seed: seed of random values.

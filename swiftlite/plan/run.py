@@ -251,7 +251,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         "checkpoint": f"the checkpoint, which has {checkpoint.layers}",
         "random": "random initialization",
         "copy_last_layer": "a copy of the last decoder layer",
-        "fit_last_layer": "a copy of the last decoder layer, its projection fitted to training rows",
+        "fit_last_layer": "a copy of the last decoder layer, fitted to training rows",
         "graft": f"{args.mtp_graft_from}",
     }
     if heads.layers:
