@@ -63,6 +63,9 @@ size of 576 requires about 60,000 tokens."""
 PROJECTION_RIDGE = 0.01
 MLP_RIDGE = 0.001
 """Regularization of the fits, relative to the mean square of an input channel."""
+MAX_MLP_INPUTS = 16384
+"""Maximum number of inputs of a fitted output matrix. Each rank needs 8 bytes per pair of inputs, and the same again to
+solve the problem: 4.3 GB."""
 
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
@@ -79,6 +82,8 @@ def why_no_mlp_fit(block: Layer) -> str:
         return "it has experts"
     if block.has_output_norms:
         return "its output is normalized"
+    if block.mlp.ffn > MAX_MLP_INPUTS:
+        return f"it has more than {MAX_MLP_INPUTS} channels"
     return ""
 
 
