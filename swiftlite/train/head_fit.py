@@ -8,13 +8,13 @@ are fitted in order, because each head reads the state of the previous one.
     2H], which maps the embedding of a token and the state at the previous position to one state. Let a[s] be the input
     of the projection at position s, and x[s] the input of the last decoder layer:
 
-        eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  PROJECTION_RIDGE * m * |W|^2
+        eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * m * |W|^2
 
 2.  The head's output should be similar to that of the trunk. With the new projection, let u[s] be the input of
     `linear_fc2` [H, F], the output matrix of the head's MLP, y[s] the head's state before its output norm, and z[s] the
     trunk's state before its final norm. The norm divides z[s] by its root mean square r[s]:
 
-        D = argmin over W of  sum over s of |W u[s] - (z[s + k] - y[s])|^2 / r[s + k]^2  +  MLP_RIDGE * m * |W|^2
+        D = argmin over W of  sum over s of |W u[s] - (z[s + k] - y[s])|^2 / r[s + k]^2  +  RIDGE * m * |W|^2
 
     The solution is added to the copied matrix. This is exact where y[s] is a linear function of this matrix. The
     residual multiplier c of a family such as Granite is one factor (`linear_fc2` += D / c). A norm of the MLP's output
@@ -23,9 +23,11 @@ are fitted in order, because each head reads the state of the previous one.
 m is the mean over the diagonal of the sum of products of the inputs, which makes the ridge independent of the number of
 tokens and of the inputs' size. In both sums, s and s + k are tokens of the same sequence.
 
-The effect was measured on SmolLM2-135M-Instruct with answers that it generated. Before the first step, the head
-predicts the trunk's token at 38 % of the held-out positions; with `--mtp_init copy_last_layer` or `random`, at less
-than 0.2 %.
+The effect was measured on SmolLM2-135M-Instruct with answers that it generated. Before the first step, a head with the
+first fit predicts the trunk's token at 38 % of the held-out positions after 60,000 tokens of training rows; with
+`--mtp_init copy_last_layer` or `random`, at less than 0.2 %. After only 15,000 tokens, the second fit increased the
+tokens per decoding step, with up to three draft tokens, from 1.250 to 1.271 at temperature 0 and from 1.307 to 1.325 at
+temperature 1: by 0.04 on one half of the held-out rows, and not at all on the other, which is harder to predict.
 
 Shapes: S sequence, B batch, H hidden size, F inputs of `linear_fc2`, I inputs of the fitted layer, N tokens.
 """
@@ -60,9 +62,8 @@ from swiftlite.train.batches.micro_batches import on_this_rank, run_batches
 TOKENS_PER_INPUT = 50
 """Number of tokens for the fit per input channel of the projection. The projection has 2H input channels, so a hidden
 size of 576 requires about 60,000 tokens."""
-PROJECTION_RIDGE = 0.01
-MLP_RIDGE = 0.001
-"""Regularization of the fits, relative to the mean square of an input channel."""
+RIDGE = 0.003
+"""Regularization of both fits, relative to the mean square of an input channel."""
 MAX_MLP_INPUTS = 16384
 """Maximum number of inputs of a fitted output matrix. Each rank needs 8 bytes per pair of inputs, and the same again to
 solve the problem: 4.3 GB."""
@@ -211,14 +212,14 @@ class _Fit:
         lengths = sequence_lengths(hidden_SBH.size(0) * cp.size(), self.batch.cu_seqlens)
         return gather_sequence(hidden_SBH, lengths, cp)
 
-    def _solve(self, ridge: float) -> torch.Tensor:
+    def _solve(self) -> torch.Tensor:
         """Return the solution [H, I] of the least-squares problem over the tokens of all ranks."""
         for hook in self.hooks:
             hook.remove()
         for tensor in (self.squares, self.products, self.num_tokens):
             dist.all_reduce(tensor, group=self.mesh.dp)
         logger.info("head %d: %s fitted at %d tokens", self.depth + 1, self.part, int(self.num_tokens))
-        self.squares.diagonal().add_(ridge * self.squares.diagonal().mean())
+        self.squares.diagonal().add_(RIDGE * self.squares.diagonal().mean())
         return torch.linalg.solve(self.squares, self.products).T
 
 
@@ -251,7 +252,7 @@ class _ProjectionFit(_Fit):
 
     def finish(self) -> None:
         """Set the weight; collective over data-parallel ranks."""
-        weight, tp = self._solve(PROJECTION_RIDGE), self.mesh.tp
+        weight, tp = self._solve(), self.mesh.tp
         self.linear.weight.copy_(weight.chunk(tp.size())[tp.rank()])
 
 
@@ -292,5 +293,5 @@ class _MlpFit(_Fit):
 
     def finish(self) -> None:
         """Add the solution to the weight; collective over data-parallel ranks."""
-        change, tp = self._solve(MLP_RIDGE) / self.residual_multiplier, self.mesh.tp
+        change, tp = self._solve() / self.residual_multiplier, self.mesh.tp
         self.linear.weight.add_(change.chunk(tp.size(), dim=1)[tp.rank()])

@@ -20,7 +20,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
-from swiftlite.train.head_fit import MLP_RIDGE, PROJECTION_RIDGE, fit_heads, samples_to_fit
+from swiftlite.train.head_fit import RIDGE, fit_heads, samples_to_fit
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import CASES, SIZES, TP2_SP
 from tests.tiny import make_tiny_hf
@@ -118,13 +118,13 @@ class Problem:
     def of_rows(cls, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> "Problem":
         return cls(torch.cat(list(inputs)).numpy(), torch.cat(list(targets)).numpy())
 
-    def penalty(self, ridge: float) -> float:
+    def penalty(self) -> float:
         """Return the factor of the squared matrix."""
-        return ridge * np.square(self.input_NI).sum(0).mean()
+        return RIDGE * np.square(self.input_NI).sum(0).mean()
 
-    def solution(self, ridge: float) -> np.ndarray:
+    def solution(self) -> np.ndarray:
         # The ridge as rows of their own: the plain least-squares problem of numpy then has it.
-        rows = np.sqrt(self.penalty(ridge)) * np.eye(self.input_NI.shape[1])
+        rows = np.sqrt(self.penalty()) * np.eye(self.input_NI.shape[1])
         nothing = np.zeros((len(rows), self.target_NH.shape[1]))
         inputs, targets = np.concatenate([self.input_NI, rows]), np.concatenate([self.target_NH, nothing])
         return np.linalg.lstsq(inputs, targets, rcond=None)[0].T
@@ -132,9 +132,9 @@ class Problem:
     def error(self, matrix_HI: np.ndarray) -> float:
         return np.square(self.input_NI @ matrix_HI.T - self.target_NH).sum(1).mean()
 
-    def gradient(self, matrix_HI: np.ndarray, ridge: float) -> np.ndarray:
+    def gradient(self, matrix_HI: np.ndarray) -> np.ndarray:
         """Return half of the objective's gradient, with the penalty."""
-        return (self.input_NI @ matrix_HI.T - self.target_NH).T @ self.input_NI + self.penalty(ridge) * matrix_HI
+        return (self.input_NI @ matrix_HI.T - self.target_NH).T @ self.input_NI + self.penalty() * matrix_HI
 
 
 class Reference:
@@ -152,7 +152,7 @@ class Reference:
         self.eps = model.config.rms_norm_eps
         rows = [self._trunk(model, torch.from_numpy(row)[None]) for row in make_rows()]
         self.projection = Problem.of_rows([row[0] for row in rows], [row[1] for row in rows])
-        projection = torch.from_numpy(self.projection.solution(PROJECTION_RIDGE))
+        projection = torch.from_numpy(self.projection.solution())
         inputs, missing = [], []
         for input_SI, _, trunk_SH in rows:
             input_SF, output_SH = self._head(model, input_SI @ projection.T)
@@ -192,18 +192,18 @@ def reference(fitted) -> Reference:
 def test_projection_is_the_least_squares_fit(fitted, reference):
     _, root = fitted
     # A float32 forward pass; the weights are about 0.1.
-    expected = reference.projection.solution(PROJECTION_RIDGE)
+    expected = reference.projection.solution()
     np.testing.assert_allclose(read_fitted(root / "one", "eh_proj", 0), expected, atol=1e-5)
 
 
 def test_mlp_is_the_least_squares_fit(fitted, reference):
     _, root = fitted
     change = read_fitted(root / "one", "transformer_layer.mlp.linear_fc2", 0) - reference.copied_HF
-    np.testing.assert_allclose(change, reference.mlp.solution(MLP_RIDGE), atol=1e-5)
+    np.testing.assert_allclose(change, reference.mlp.solution(), atol=1e-5)
     # It is the minimum of the penalized error.
     assert reference.mlp.error(change) < 0.9 * reference.mlp.error(0 * change)
-    before = np.abs(reference.mlp.gradient(0 * change, MLP_RIDGE)).max()
-    assert np.abs(reference.mlp.gradient(change, MLP_RIDGE)).max() < 1e-4 * before
+    before = np.abs(reference.mlp.gradient(0 * change)).max()
+    assert np.abs(reference.mlp.gradient(change)).max() < 1e-4 * before
 
 
 @pytest.mark.parametrize("name", [*list(LAYOUTS)[1:], *(f"{name} packed" for name in PACKED)])
@@ -227,7 +227,7 @@ def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
     reference = Reference(hf_dir)
     change = model.get_parameter("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight").numpy(force=True)
     change = change - reference.copied_HF
-    expected = reference.mlp.solution(MLP_RIDGE) / hf_model.config["residual_multiplier"]
+    expected = reference.mlp.solution() / hf_model.config["residual_multiplier"]
     np.testing.assert_allclose(change, expected, atol=1e-5)
 
 
