@@ -35,17 +35,17 @@ FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl")
 all_families = pytest.mark.parametrize("family", some_of(FAMILIES, "qwen3_5", "qwen2_5_vl"), indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def family(request) -> str:
     return getattr(request, "param", "qwen3_5")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hf_dir(shared, family):
     return shared(f"seeing-{family}-2", lambda directory: write_seeing(directory, family, 2))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hf(hf_dir) -> Any:
     return AutoModelForImageTextToText.from_pretrained(
         hf_dir, dtype=torch.float32, experts_implementation="eager"
@@ -54,12 +54,13 @@ def hf(hf_dir) -> Any:
 
 @pytest.fixture
 def reference(hf_dir, family) -> Seeing:
+    """Return a reference that a test may change."""
     return Seeing.open(hf_dir, family, 2)
 
 
-@pytest.fixture
-def prompts(hf_dir, hf, reference) -> list[Any]:
-    return make_prompts(hf_dir, reference, hf)
+@pytest.fixture(scope="module")
+def prompts(hf_dir, hf, family) -> list[Any]:
+    return make_prompts(hf_dir, Seeing.open(hf_dir, family, 2), hf)
 
 
 @pytest.fixture

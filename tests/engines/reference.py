@@ -1,4 +1,4 @@
-"""Define a simple reference for speculative decoding with MTP heads: no cache; every head is recomputed at every step.
+"""Define a simple reference for speculative decoding with MTP heads, without a cache: heads compute whole rows.
 
 It shares only tensor names and conventions of engines with swiftlite. This module also trains tiny models in seconds,
 because drafts of random heads are always wrong, and counts of zero would test nothing. Training ends when the model has
@@ -7,7 +7,7 @@ learned its rows, however many steps this takes.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,21 +210,40 @@ class Reference(nn.Module):
         """
         if trunk_states_BSH is None:
             trunk_states_BSH, _ = self.trunk_states(torch.tensor([tokens]))
-        hidden = trunk_states_BSH[:, : len(tokens) - 1]
-        ids, logits = list(tokens), []
+        return self.draft_logits_at(tokens, [len(tokens)], num_tokens, trunk_states_BSH)[0]
+
+    @torch.no_grad()
+    def draft_logits_at(
+        self, row: list[int], lengths: Sequence[int], num_tokens: int, trunk_states_BSH: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits [B, num_tokens, V] of the drafts after the first `lengths` tokens of a row.
+
+        All are computed at once, with the longest beginning in every row of the batch. What follows a shorter beginning
+        and its drafts does not change their logits, because heads are causal.
+
+        Args:
+            trunk_states_BSH: as for `draft_logits`.
+        """
+        batch, ends, longest = torch.arange(len(lengths)), torch.tensor(lengths), max(lengths)
+        ids_BS = torch.tensor([row[:longest] + [0] * num_tokens]).repeat(len(lengths), 1)
+        hidden = trunk_states_BSH[:, : longest - 1].repeat(len(lengths), 1, 1)
+        last = ends - 2  # the last state of each beginning; it is read with the following token
+        logits = []
         for j in range(num_tokens):
             if j < self.depth:
                 fed, shift = hidden, j + 1
             else:
                 fed = torch.cat((fed, hidden[:, -1:]), dim=1)
+                fed[batch, last + 1] = hidden[batch, last]
+                last = last + 1
             k = min(j, self.depth - 1)
-            hidden, after = self.head_states(k, fed, torch.tensor([ids[shift:]]))
-            logits.append(self.head_logits(k, after[0, -1]))
+            hidden, after = self.head_states(k, fed, ids_BS[:, shift : shift + fed.size(1)])
+            logits.append(self.head_logits(k, after[batch, last]))
             if self.draft_vocab:
                 drafted = torch.tensor(self.draft_vocab)
-                logits[-1] = torch.full_like(logits[-1], -torch.inf).index_copy(0, drafted, logits[-1][drafted])
-            ids.append(int(logits[-1].argmax()))
-        return torch.stack(logits)
+                logits[-1] = torch.full_like(logits[-1], -torch.inf).index_copy(1, drafted, logits[-1][:, drafted])
+            ids_BS[batch, ends + j] = logits[-1].argmax(-1)
+        return torch.stack(logits, dim=1)
 
     @torch.no_grad()
     def closest_choice(
@@ -237,10 +256,10 @@ class Reference(nn.Module):
         """
         row = prompt + self.greedy(prompt, max_new_tokens + max_drafts)
         fed, states = self.trunk_states(torch.tensor([row]))
-        logits = [logits_of(self.trunk, states[0, len(prompt) - 1 :])]
-        for end in range(len(prompt) + 1, len(prompt) + max_new_tokens):
-            logits.append(self.draft_logits(row[:end], max_drafts, fed))
-        first, second = torch.cat(logits).topk(2).values.unbind(-1)
+        ends = range(len(prompt) + 1, len(prompt) + max_new_tokens)
+        drafted = self.draft_logits_at(row, ends, max_drafts, fed).flatten(0, 1)
+        logits = torch.cat((logits_of(self.trunk, states[0, len(prompt) - 1 :]), drafted))
+        first, second = logits.topk(2).values.unbind(-1)
         return float((first - second).min())
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -249,18 +268,16 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def greedy_rows(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """Return greedy continuations. Prompts of the same length are processed at once."""
-        rows: list[list[int]] = [[] for _ in prompts]
-        for length in {len(prompt) for prompt in prompts}:
-            numbers = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
-            ids_BS = torch.tensor([prompts[number] for number in numbers])
-            for _ in range(num_tokens):
-                _, states = self.trunk_states(ids_BS)
-                following = logits_of(self.trunk, states[:, -1]).argmax(-1, keepdim=True)
-                ids_BS = torch.cat((ids_BS, following), dim=1)
-            for number, ids in zip(numbers, ids_BS[:, length:].tolist(), strict=True):
-                rows[number] = ids
-        return rows
+        """Return greedy continuations. What follows a shorter prompt does not change them: the trunk is causal."""
+        batch, ends = torch.arange(len(prompts)), torch.tensor([len(prompt) for prompt in prompts])
+        longest = int(ends.max())
+        ids_BS = torch.zeros(len(prompts), longest + num_tokens, dtype=torch.long)
+        for ids, prompt in zip(ids_BS, prompts, strict=True):
+            ids[: len(prompt)] = torch.tensor(prompt)
+        for number in range(num_tokens):
+            _, states = self.trunk_states(ids_BS[:, : longest + number])
+            ids_BS[batch, ends + number] = logits_of(self.trunk, states[batch, ends + number - 1]).argmax(-1)
+        return [ids[end : end + num_tokens].tolist() for ids, end in zip(ids_BS, ends, strict=True)]
 
     @torch.no_grad()
     def simulate(
@@ -299,10 +316,15 @@ class Reference(nn.Module):
         self, prompt: list[int], row: list[int], max_new_tokens: int, num_tokens: int, confidence: float
     ) -> Iterator[tuple[int, int]]:
         """Yield the number of drafted and of accepted tokens of each step."""
+        if max_new_tokens < 2:
+            return
         fed, _ = self.trunk_states(torch.tensor([prompt + row]))
+        # Also where no step begins: one pass takes less time than one for each step.
+        ends = range(len(prompt) + 1, len(prompt) + max_new_tokens)
+        logits = self.draft_logits_at(prompt + row, ends, num_tokens, fed)
         done = 1
         while done < max_new_tokens:
-            proposal = self._sure_drafts(self.draft_logits(prompt + row[:done], num_tokens, fed), confidence)
+            proposal = self._sure_drafts(logits[done - 1], confidence)
             hits = 0
             while hits < len(proposal) and proposal[hits] == row[done + hits]:
                 hits += 1

@@ -57,6 +57,7 @@ class Seeing(Reference):
     has_axes: bool
     placeholder: int
     features_IH: torch.Tensor
+    num_looked_at: int
     deepstack: list[torch.Tensor]
     is_image_BS: torch.Tensor
     is_head = False
@@ -66,7 +67,8 @@ class Seeing(Reference):
         reference = cls.load(directory, family, depth)
         assert isinstance(reference, Seeing)
         reference.placeholder = json.loads((directory / "config.json").read_text())["image_token_id"]
-        reference.features_IH = torch.empty(0)
+        reference.features_IH = torch.empty(0, reference.trunk.config.hidden_size)
+        reference.num_looked_at = 1
         reference.sees_images = reference.has_axes = True
         reference.deepstack = []
         reference.trunk.model.embed_tokens.register_forward_hook(reference._exchange)
@@ -81,6 +83,7 @@ class Seeing(Reference):
             model: transformers' vision-language model, which computes features and positions.
         """
         self.features_IH, self.deepstack = torch.empty(0, self.trunk.config.hidden_size), []
+        self.num_looked_at = len(rows)
         outputs = [features_of(model, row) for row in rows if row.images]
         if outputs:
             self.features_IH, *self.deepstack = map(torch.cat, zip(*outputs, strict=True))
@@ -91,8 +94,12 @@ class Seeing(Reference):
         self.trunk.model.rotary_emb = _Turns(model.model.language_model.rotary_emb, axes_3S)
 
     def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> Any:
+        """Compute rows of which several may have the same images (`draft_logits_at`)."""
         self.is_head = True
+        features_IH = self.features_IH
+        self.features_IH = features_IH.repeat(len(ids_BS) // self.num_looked_at, 1)
         states = super().head_states(k, hidden_BSH, ids_BS)
+        self.features_IH = features_IH
         self.is_head = False
         return states
 

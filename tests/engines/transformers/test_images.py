@@ -13,17 +13,17 @@ from tests.engines.seeing import NEW_TOKENS, Seeing, as_prompt, make_prompts, si
 from tests.tiers import some_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hf_dir(shared):
     return shared("seeing-qwen3_5-1", lambda directory: write_seeing(directory, "qwen3_5", 1))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hf(hf_dir) -> Any:
     return AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).eval()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def prompts(hf_dir, hf) -> list[Any]:
     return make_prompts(hf_dir, Seeing.open(hf_dir, "qwen3_5", 1), hf)
 
