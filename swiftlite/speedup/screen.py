@@ -75,15 +75,16 @@ def _speedup(bench: Mapping[str, Any], place: int, choice: Mapping[str, Any]) ->
 
 
 def _sources(drafts: Mapping[str, Any]) -> str:
-    """Describe how many draft tokens of the heads and of the text were accepted."""
-    text = drafts.get("ngram", {"drafted": 0, "accepted": 0})
-    drafted = drafts["drafted"] - text["drafted"]
-    accepted = drafts["accepted"] - text["accepted"]
-    found = f"accepted drafts of the heads: {accepted} of {drafted} ({accepted / max(drafted, 1):.1%})"
-    if text["drafted"]:
-        share = text["accepted"] / text["drafted"]
-        found += f", from the text: {text['accepted']} of {text['drafted']} ({share:.1%})"
-    return found
+    """Describe how many draft tokens were accepted; separately for heads and text, if the engine counts both."""
+    drafted, accepted, text = drafts["drafted"], drafts["accepted"], drafts.get("ngram")
+    if text is None:
+        return f"accepted drafts: {_share(accepted, drafted)}"
+    of_heads = _share(accepted - text["accepted"], drafted - text["drafted"])
+    return f"accepted drafts of the heads: {of_heads}, from the text: {_share(text['accepted'], text['drafted'])}"
+
+
+def _share(accepted: int, drafted: int) -> str:
+    return f"{accepted} of {drafted} ({accepted / max(drafted, 1):.1%})"
 
 
 def _without_drafts(bench: Mapping[str, Any], place: int) -> float:

@@ -1,5 +1,7 @@
 """Test the last lines of the output with given results."""
 
+import json
+
 import pytest
 
 from swiftlite.speedup.screen import answer_lines, best_server, final_lines, other_lines
@@ -69,6 +71,16 @@ def test_another_engine_can_be_the_fastest(speed, ratio, is_fastest):
     text = "\n".join(other_lines(best_server(BENCH), "llama.cpp", other))
     assert has_line(text, f"llama.cpp {speed} {ratio:.2f}x")
     assert has_line(text, "swiftlite deploy --num_speculative_tokens 3") is is_fastest
+
+
+def test_a_server_may_not_say_who_drafted():
+    bench = json.loads(json.dumps(BENCH))
+    for server in bench["servers"]:
+        for each in server["measured"]:
+            del each["drafts"]["ngram"]
+    lines = final_lines(PROGRESS, "round-2", bench, {"all": [0.5, 0.25]})
+    assert has_line(lines[1], "1.50 20 of 50 40.0%")
+    assert "heads" not in lines[1]
 
 
 def test_answers_with_marked_drafts():

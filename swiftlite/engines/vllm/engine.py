@@ -25,8 +25,8 @@ from swiftlite.engines.vllm.options import (
     attention_options,
     is_on_cpu,
     loading_options,
-    memory_on_cpu,
     speculative_config,
+    variables_on_cpu,
     with_backend_of_trunk,
     with_ngrams,
 )
@@ -49,7 +49,7 @@ class VllmEngine:
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         from vllm import LLM
 
-        os.environ.update(memory_on_cpu())
+        os.environ.update(variables_on_cpu())
         if config.in_this_process and is_on_cpu():
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         num_devices = config.engine_kwargs.get("tensor_parallel_size", 1)

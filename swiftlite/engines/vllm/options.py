@@ -264,11 +264,16 @@ def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[st
     return {"attention_backend": backend, **speculative}
 
 
-def memory_on_cpu() -> dict[str, str]:
-    """Return environment variables that limit the memory of the KV cache on a CPU. vLLM's default is half of the
-    machine's memory.
+def variables_on_cpu() -> dict[str, str]:
+    """Return environment variables of vLLM on a CPU; variables that the user has set stay.
+
+    The KV cache has 1 GB; vLLM's default is half of the machine's memory. On two cores, both of them compute: vLLM 0.32
+    reserves one for its scheduler. Without the reservation, one request was served 1.4x as fast, with and without
+    drafts.
     """
     if not is_on_cpu():
         return {}
-    name = "VLLM_CPU_KVCACHE_SPACE"
-    return {name: os.environ.get(name, "1")}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if os.cpu_count() == 2:
+        variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
