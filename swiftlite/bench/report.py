@@ -156,8 +156,9 @@ def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
 
 def changes_with_load(args: BenchArgs, choices: dict[int, Choice]) -> bool:
     """Return whether a server that adapts to the load is recommended."""
-    is_own = ENGINES[args.infer_backend].speculative_config(args) is None
-    return is_own and len({choice.num_speculative_tokens for choice in choices.values()}) > 1
+    info = ENGINES[args.infer_backend]
+    is_possible = info.server_takes_draft_schedule and info.speculative_config(args) is None
+    return is_possible and len({choice.num_speculative_tokens for choice in choices.values()}) > 1
 
 
 def warnings(choices: dict[int, Choice]) -> list[str]:

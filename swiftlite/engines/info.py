@@ -58,6 +58,7 @@ class EngineInfo:
         draws_rollouts: whether the adapter accepts new weights (`train.live_weights.Receiver`) and reports the
             log-probabilities of sampled tokens, for `megatron grpo`.
         takes_draft_schedule: whether the adapter supports `EngineConfig.draft_schedule`.
+        server_takes_draft_schedule: whether the server supports --draft_schedule.
         joins_ngrams: whether the adapter and the server support drafts from the text (`ngram.py`) as well.
         drafts_without_heads: whether they support drafts from the text alone.
         takes_live_weights: whether the engine's server accepts new weights while serving.
@@ -112,6 +113,7 @@ class EngineInfo:
     serves_adapters: bool = False
     draws_rollouts: bool = False
     takes_draft_schedule: bool = False
+    server_takes_draft_schedule: bool = True
     joins_ngrams: bool = False
     drafts_without_heads: bool = False
     takes_live_weights: bool = False

@@ -52,6 +52,12 @@ def test_the_table_has_a_line_for_each_server_and_concurrency():
     assert found[5][3] == "0.83"
 
 
+def test_a_schedule_is_only_for_servers_that_support_it():
+    assert to_json(ARGS, SERVERS, is_complete=True)["schedule_command"] is not None
+    args = replace(ARGS, infer_backend="llamacpp")
+    assert to_json(args, SERVERS, is_complete=True)["schedule_command"] is None
+
+
 def test_drawn_answers_are_not_compared():
     drawn = replace(ARGS, temperature=0.7)
     _, line, *_ = table(drawn, SERVERS, choose_all(SERVERS)).splitlines()

@@ -16,6 +16,7 @@ LLAMACPP = EngineInfo(
     adapter="swiftlite.engines.llamacpp.engine:LlamacppEngine",
     convention="swiftlite.conventions.llamacpp:convention",
     measured="b11549",
+    server_takes_draft_schedule=False,
     joins_ngrams=True,
     drafts_without_heads=True,
     supports_draft_vocab=False,
