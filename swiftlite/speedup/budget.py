@@ -56,13 +56,14 @@ def bench_rounds(budget: float) -> int:
     return 1 if budget < 900 else 2
 
 
-def bench_seconds(budget: float, spent: float) -> float:
+def bench_seconds(budget: float, spent: float, later: float = 0.0) -> float:
     """Return the seconds for the measurements of `bench`.
 
     Args:
         spent: seconds so far.
+        later: seconds for the steps after it.
     """
-    return max(budget - spent - STARTS, MIN_BENCH)
+    return max(budget - spent - later - STARTS, MIN_BENCH)
 
 
 def first_round(budget: float, largest: int | None = None, seconds_per_prompt: float = 0.0) -> int:

@@ -30,7 +30,7 @@ from swiftlite.runtime.lock import only_run_in
 from swiftlite.speedup import budget
 from swiftlite.speedup.dataset import RoundRows
 from swiftlite.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
-from swiftlite.speedup.plan import ANSWERS, HELD_OUT, Commands
+from swiftlite.speedup.plan import ANSWERS, HELD_OUT, OTHER_SECONDS, Commands
 from swiftlite.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result
 from swiftlite.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
 from swiftlite.speedup.state import MODEL, Progress
@@ -148,7 +148,8 @@ class _Speedup:
             number += 1
         best = self._progress.best
         accepted = self._progress.acceptance[best]
-        seconds = budget.bench_seconds(self._budget, self._progress.spent)
+        later = 2.0 * OTHER_SECONDS * len(self._commands.other_engine())  # each command also starts
+        seconds = budget.bench_seconds(self._budget, self._progress.spent, later)
         self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds))
         try:
             for step in self._commands.other_engine():

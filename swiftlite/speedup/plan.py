@@ -35,7 +35,7 @@ BENCH_TOKENS = 64
 """Maximum length of an answer in `bench`."""
 GGUF_TYPE = "q8_0"
 """Type of the weights with which llama.cpp is compared."""
-OTHER_SECONDS = 45
+OTHER_SECONDS = 30
 """Time for the measurements of llama.cpp."""
 HELD_OUT = "held_out.jsonl"
 ROWS = "rows.jsonl"
