@@ -140,7 +140,8 @@ def other_lines(best: tuple[float, str], label: str, bench: Mapping[str, Any]) -
     """
     (ratio,) = bench["recommendations"][0]["ratios"].values()
     speed, command = best_server(bench)
-    line = f"{label} with 8-bit weights or fewer: {_without_drafts(bench, 0):.1f} tokens/s without drafts, "
+    model = Path(bench["options"]["model"]).name
+    line = f"{label} with {model}: {_without_drafts(bench, 0):.1f} tokens/s without drafts, "
     lines = ["", f"{line}{ratio:.2f}x with drafts from the text"]
     if speed > best[0]:
         lines.append(f"It is the fastest server on this machine, {speed / best[0]:.1f}x as fast as the one above:")

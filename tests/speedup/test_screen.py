@@ -67,9 +67,13 @@ def test_everything_is_said():
 def test_another_engine_can_be_the_fastest(speed, ratio, is_fastest):
     """The server with heads has 1.4 times 30.6 tokens/s."""
     choice = recommendation(1, 3, [1.0]) | {"ratios": {"3": ratio}, "drift": 0.0}
-    other = {"servers": [{"num_speculative_tokens": 0, "measured": [measured(speed)]}], "recommendations": [choice]}
+    other = {
+        "options": {"model": "a/gguf-q8_0.gguf"},
+        "servers": [{"num_speculative_tokens": 0, "measured": [measured(speed)]}],
+        "recommendations": [choice],
+    }
     text = "\n".join(other_lines(best_server(BENCH), "llama.cpp", other))
-    assert has_line(text, f"llama.cpp {speed} {ratio:.2f}x")
+    assert has_line(text, f"llama.cpp gguf-q8_0.gguf {speed} {ratio:.2f}x")
     assert has_line(text, "swiftlite deploy --num_speculative_tokens 3") is is_fastest
 
 
