@@ -18,20 +18,24 @@ acceptance = json.loads((Path(sys.argv[1]) / "speedup.json").read_text())["accep
 print(max(acceptance, key=lambda name: sum(acceptance[name])))
 PYTHON
 )
+served=$faster/$best/hf run=$faster/$best/run
+if [ "$best" = model ]; then # the heads of $MODEL were better than the trained ones
+    served=$MODEL run=$faster/round-1/run
+fi
 
 step "2/2 done"
 cat <<TEXT
     source $venv/bin/activate
   start a server: the command above, after "Serve it"
   chat
-    swiftlite infer --model $faster/$best/hf --speculative mtp,ngram
+    swiftlite infer --model $served --speculative mtp,ngram
   pages for a browser: the training and the measured speed
-    $faster/$best/run/run_report.html
+    $run/run_report.html
     $faster/$best/bench/bench.html
-  continue from these heads, or use your own prompts or another model
+  continue from these heads (this script would replace the directory), or use your own prompts or another model
     swiftlite speedup --model $MODEL --output_dir $faster --budget 1h --concurrency 1
     swiftlite speedup --model $MODEL --output_dir mine --budget 1h --dataset FILE
     swiftlite speedup --model org/name --output_dir faster --budget 1h
   write a GGUF file with the heads for llama.cpp
-    swiftlite export --to_gguf --model $faster/$best/hf --output_dir $faster/gguf --gguf_type q8_0
+    swiftlite export --to_gguf --model $served --output_dir $faster/gguf --gguf_type q8_0
 TEXT

@@ -200,7 +200,7 @@ class DeployArgs(
 
 
 @dataclass(frozen=True)
-class BenchArgs(fields.VllmArgs, fields.ImageFileArgs, fields.BenchmarkArgs, fields.ModelArgs):
+class BenchArgs(fields.VllmArgs, fields.LlamacppArgs, fields.ImageFileArgs, fields.BenchmarkArgs, fields.ModelArgs):
     """Measure an engine's server with and without drafts at each concurrency, and recommend a number of drafts."""
 
 
@@ -226,6 +226,7 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
         vllm_limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
         vllm_speculative_config=config,
         sglang_engine_kwargs=args.sglang_engine_kwargs,
+        llamacpp_engine_kwargs=args.llamacpp_engine_kwargs,
     )
 
 

@@ -1,8 +1,8 @@
 """Run `swiftlite bench`: measure the servers that `deploy` would start to find the best number of draft tokens.
 
-Servers are measured one after another; without a GPU, all of them are started at the beginning. The server without
-drafts is measured first and last; the difference between these two measurements shows the noise of the machine.
-bench.json is written after each server, so that an interrupted run keeps its results.
+Servers are measured one after another; without a GPU, and with enough memory, all of them are started at the beginning.
+The server without drafts is measured first and last; the difference between these two measurements shows the noise of
+the machine. bench.json is written after each server, so that an interrupted run keeps its results.
 """
 
 import json

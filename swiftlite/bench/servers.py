@@ -25,7 +25,8 @@ class RunningServer:
 
     Attributes:
         command: its command line, with keys replaced by ***.
-        seconds_to_start: seconds from its start until it was healthy.
+        seconds_to_start: seconds from its start until it was healthy; for servers that are started together, until it
+            and those before it were.
     """
 
     server: Server
@@ -33,13 +34,13 @@ class RunningServer:
     seconds_to_start: float
 
 
-Get = Callable[[int], RunningServer]
+GetServer = Callable[[int], RunningServer]
 """A function that returns the running server with a number of draft tokens."""
 
 
 def fit_together(model: HfModel, number: int) -> bool:
-    """Return whether `number` servers of a model can run at the same time: without a GPU, whose memory each server
-    fills, and with enough free memory for weights in float32.
+    """Return whether `number` servers of a model can run at the same time: not on a GPU, because each server fills its
+    memory; and only with enough free memory for twice the size of the model's files, which are mostly in 16 bits.
     """
     if sees_gpu():
         return False
@@ -48,8 +49,8 @@ def fit_together(model: HfModel, number: int) -> bool:
 
 
 @contextmanager
-def one_at_a_time(commands: Mapping[int, ServerCommand], urls: Mapping[int, str], logs: Path) -> Iterator[Get]:
-    """Yield a function that starts a server and stops the previous one.
+def one_at_a_time(commands: Mapping[int, ServerCommand], urls: Mapping[int, str], logs: Path) -> Iterator[GetServer]:
+    """Yield a function that starts a server and stops the previous one. A server can be started a second time.
 
     Args:
         commands, urls: command and address of the server, by number of draft tokens.
@@ -70,7 +71,7 @@ def one_at_a_time(commands: Mapping[int, ServerCommand], urls: Mapping[int, str]
 
 
 @contextmanager
-def all_together(commands: Mapping[int, ServerCommand], urls: Mapping[int, str], logs: Path) -> Iterator[Get]:
+def all_together(commands: Mapping[int, ServerCommand], urls: Mapping[int, str], logs: Path) -> Iterator[GetServer]:
     """Start all servers at once, because most of a start uses one core, and yield a function that returns one of them.
 
     A server that waits for requests uses no processor time. For the arguments, see `one_at_a_time`.

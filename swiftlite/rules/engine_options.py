@@ -95,7 +95,8 @@ def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> I
     able = [info.name for info in ENGINES.values() if vars(info)[needed] and (info.server or not needs_server)]
     if args.infer_backend not in able:
         problem = f"--speculative {args.speculative} is not supported with --infer_backend {args.infer_backend}"
-        yield problem, f"use --infer_backend {' or '.join(able)}, or --speculative mtp"
+        other = "mtp" if facts.heads.layers else "none"
+        yield problem, f"use --infer_backend {' or '.join(able)}, or --speculative {other}"
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

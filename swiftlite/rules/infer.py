@@ -29,7 +29,7 @@ def speculative_options_have_speculation(args: GenerationCommand, facts: Facts) 
 
 def what_is_measured_has_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     if args.compare and args.speculative == "none":
-        yield "--compare requires --speculative mtp", "add --speculative mtp"
+        yield "--compare requires drafts", "add --speculative mtp, or ngram for a model without heads"
     # acceptance.json has the acceptance of the heads alone.
     if args.acceptance_json is not None and args.speculative != "mtp":
         yield "--acceptance_json requires --speculative mtp", "use --speculative mtp"

@@ -9,6 +9,8 @@ from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine_options, regenerate
 
 MIN_MINUTES = 5
+MAX_CONCURRENCY = 16
+"""Maximum number of concurrent requests. Each has a different held-out prompt (`held_out.MIN_HELD_OUT`)."""
 
 
 def budget_suffices(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
@@ -32,6 +34,11 @@ def concurrency_can_be(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
     text = ",".join(map(str, numbers))
     if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
         yield f"--concurrency {text}: numbers must be at least 1 and must not repeat", "for example --concurrency 1,8"
+    elif max(numbers) > MAX_CONCURRENCY:
+        problem = (
+            f"--concurrency {text}: numbers must not exceed {MAX_CONCURRENCY}, the smallest number of held-out prompts"
+        )
+        yield problem, f"use --concurrency 1,{MAX_CONCURRENCY}, and swiftlite bench for more"
 
 
 def share_has_a_dataset(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:

@@ -71,7 +71,7 @@ def run(args: SpeedupArgs) -> None:
     answers = read_answers(directory / run_with(best)).get(_when(best), [])
     with_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     lines = read_result(bench, partial(final_lines, progress, best, acceptance=_accepted(directory, best)))
-    if other.exists():
+    if f"{LLAMACPP.name}/bench" in progress.seconds and other.exists():
         lines += read_result(other, partial(other_lines, read_result(bench, best_server), LLAMACPP.label))
     for line in [*answer_lines(answers, with_color), "", *lines]:
         print(line)

@@ -181,8 +181,9 @@ class Commands:
 
     def _load(self) -> list[str]:
         """Return the options of `bench` for the numbers of concurrent requests and of prompts."""
-        numbers = self.args.concurrency
-        return ["--concurrency", *map(str, numbers), "--max_prompts", str(max(MIN_BENCH_PROMPTS, *numbers))]
+        args = self.args
+        max_prompts = max(MIN_BENCH_PROMPTS, *args.concurrency)
+        return ["--concurrency", *map(str, args.concurrency), "--max_prompts", str(max_prompts)]
 
     def _model(self, model: str) -> list[str]:
         args = self.args

@@ -57,9 +57,7 @@ def _speedup(bench: Mapping[str, Any], place: int, choice: Mapping[str, Any]) ->
     Args:
         place: index of this number in `bench`.
     """
-    requests = f"{choice['concurrency']} requests at a time"
-    if choice["concurrency"] == 1:
-        requests = "1 request at a time"
+    requests = _requests(choice)
     chosen = choice["num_speculative_tokens"]
     if not chosen:
         return [f"{requests}: 1.00x, because the server drafts nothing ({choice['reason']})"]
@@ -72,6 +70,12 @@ def _speedup(bench: Mapping[str, Any], place: int, choice: Mapping[str, Any]) ->
     )
     line += f"without; answers are equal for {measured['answers_equal']} of {bench['prompts']} prompts"
     return [line, f"  tokens per step: {measured['mean_accepted_length']:.2f}; {_sources(measured['drafts'])}"]
+
+
+def _requests(choice: Mapping[str, Any]) -> str:
+    if choice["concurrency"] == 1:
+        return "1 request at a time"
+    return f"{choice['concurrency']} requests at a time"
 
 
 def _sources(drafts: Mapping[str, Any]) -> str:
@@ -134,9 +138,9 @@ def other_lines(best: tuple[float, str], label: str, bench: Mapping[str, Any]) -
     """Return lines about the speed of another engine.
 
     Args:
-        best: `best_server` of the engine that serves the heads.
+        best: tokens/s and command of the server with heads (`best_server`).
         label: name of the other engine.
-        bench: content of its bench.json, whose servers draft from the text.
+        bench: content of its bench.json, with one server that drafts from the text.
     """
     (ratio,) = bench["recommendations"][0]["ratios"].values()
     speed, command = best_server(bench)
@@ -144,7 +148,8 @@ def other_lines(best: tuple[float, str], label: str, bench: Mapping[str, Any]) -
     line = f"{label} with {model}: {_without_drafts(bench, 0):.1f} tokens/s without drafts, "
     lines = ["", f"{line}{ratio:.2f}x with drafts from the text"]
     if speed > best[0]:
-        lines.append(f"It is the fastest server on this machine, {speed / best[0]:.1f}x as fast as the one above:")
+        requests = _requests(bench["recommendations"][0])
+        lines.append(f"It is the fastest server on this machine for {requests}, {speed / best[0]:.1f}x the one above:")
         lines.append(f"    {command}")
     return lines
 

@@ -9,6 +9,7 @@ from swiftlite.args.commands import SpeedupArgs
 from swiftlite.plan.facts import read_facts
 from swiftlite.rules import speedup
 from swiftlite.rules.engine_options import engine_is_installed
+from swiftlite.speedup.held_out import MIN_HELD_OUT
 from tests.messages import mentions
 
 GOOD = SpeedupArgs(model="plain", output_dir="out")
@@ -43,6 +44,7 @@ def test_good_options_pass(here, change):
         ({"concurrency": [1, 0]}, "--concurrency 1,0", "1,8"),
         ({"concurrency": [4, 4]}, "--concurrency 4,4", "1,8"),
         ({"concurrency": []}, "--concurrency", "1,8"),
+        ({"concurrency": [1, 17]}, "--concurrency 1,17 16", "--concurrency 1,16"),
     ],
 )
 def test_bad_options_are_named(here, change, problem, hint):
@@ -50,6 +52,10 @@ def test_bad_options_are_named(here, change, problem, hint):
     assert len(problems) == 1
     assert mentions(problems[0][0], problem)
     assert mentions(problems[0][1], hint)
+
+
+def test_each_concurrent_request_has_a_held_out_prompt():
+    assert speedup.MAX_CONCURRENCY == MIN_HELD_OUT
 
 
 def test_the_engine_runs_the_family(here):

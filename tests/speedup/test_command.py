@@ -115,6 +115,9 @@ def test_another_engine_that_fails_is_named(complete, capsys, caplog, monkeypatc
     monkeypatch.setattr(EngineInfo, "is_installed", property(lambda info: True))
     monkeypatch.setattr("swiftlite.speedup.plan.sees_gpu", lambda: False)
     monkeypatch.setattr(steps, "_run", lambda words, keep_time: 1)
+    unfinished = Path(complete.output_dir) / "llamacpp" / "bench" / "bench.json"
+    unfinished.parent.mkdir(parents=True)
+    unfinished.write_text(json.dumps({"recommendations": []}))  # of a bench that ended after its first server
     run(complete)
     assert has_line(caplog.text, "WARNING llama.cpp llamacpp/export 1")
     assert has_line(capsys.readouterr().out, "swiftlite deploy --num_speculative_tokens 2")
