@@ -751,8 +751,8 @@ class BenchmarkArgs:
     max_prompts: bounds.PositiveInt = 64
     """Maximum number of prompts, the first ones of the files."""
     max_seconds: bounds.PositiveInt | None = None
-    """Time for all measurements, without the starts of servers. On a slow machine, fewer prompts are sent, the same to
-    each server, but at least as many as the largest --concurrency. Default: no limit."""
+    """Time for all measurements, without the starts and the warm-up of servers. On a slow machine, fewer prompts are
+    sent, the same ones to each server, and never fewer than the largest --concurrency. Default: no limit."""
     max_new_tokens: bounds.PositiveInt = 128
     """Maximum length of an answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0
