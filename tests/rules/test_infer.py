@@ -8,6 +8,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import InferArgs
+from swiftlite.engines.info import EngineInfo
 from tests.messages import mention_each, mentions
 from tests.rules.good import CHAIN, INFER, problems_of
 
@@ -18,11 +19,15 @@ from tests.rules.good import CHAIN, INFER, problems_of
         INFER,
         dataclasses.replace(INFER, speculative="none"),
         InferArgs(model="plain"),
-        dataclasses.replace(INFER, model="plain", infer_backend="llamacpp", speculative="ngram"),
     ],
 )
 def test_good_options_pass_without_a_note(here, args):
     assert rules.check(args) == []
+
+
+def test_drafts_from_the_text_need_no_heads(here, monkeypatch):
+    monkeypatch.setattr(EngineInfo, "is_installed", property(lambda info: True))
+    assert rules.check(dataclasses.replace(INFER, model="plain", infer_backend="llamacpp", speculative="ngram")) == []
 
 
 @pytest.mark.parametrize(
