@@ -166,22 +166,26 @@ def answer_lines(answers: Sequence[Mapping[str, Any]], with_color: bool) -> list
     mark = "green" if with_color else "in [brackets]"
     lines = ["", f"Held-out prompts and answers. Accepted drafts of the heads are {mark}:"]
     for answer in answers[:NUM_ANSWERS]:
-        lines += ["", f"    > {shorten(answer['prompt'], 200, placeholder=' …')}"]
+        prompt = shorten(_printable(answer["prompt"]), 200, placeholder=" …")
+        lines += ["", f"    > {prompt}"]
         lines.append(f"    {_marked(answer['tokens'], with_color)}")
     return lines
 
 
 def _marked(tokens: Sequence[Mapping[str, Any]], with_color: bool) -> str:
-    """Return the start of an answer with marked draft tokens, without control characters of the answer."""
+    """Return the start of an answer with marked draft tokens."""
     begin, end = (GREEN, PLAIN) if with_color else ("[", "]")
     parts, length = [], 0
     for is_drafted, group in groupby(tokens, key=lambda token: token["depth"] > 0):
-        text = "".join(token["text"] for token in group)
-        text = "".join(letter if letter.isprintable() else " " for letter in text)
-        text = text[: ANSWER_LENGTH - length]
+        text = _printable("".join(token["text"] for token in group))[: ANSWER_LENGTH - length]
         length += len(text)
         parts.append(f"{begin}{text}{end}" if is_drafted and text else text)
     return "".join(parts) + (" …" if length >= ANSWER_LENGTH else "")
+
+
+def _printable(text: str) -> str:
+    """Replace control characters, with which a prompt or an answer could control the terminal, by spaces."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def run_with(best: str) -> Path:

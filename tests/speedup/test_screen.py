@@ -90,9 +90,9 @@ def test_a_server_may_not_say_who_drafted():
 def test_answers_with_marked_drafts():
     tokens = [{"text": "Yes", "depth": 0}, {"text": ", it", "depth": 1}, {"text": " is", "depth": 2}]
     tokens += [{"text": "\x1b[2J\n", "depth": 0, "refused": "x"}, {"text": "so" * 500, "depth": 1}]
-    answers = [{"prompt": "Is it?\n" + "word " * 100, "channel": "", "tokens": tokens}] * 9
+    answers = [{"prompt": "Is it?\x1b[2J\n" + "word " * 100, "channel": "", "tokens": tokens}] * 9
     marked = "\n".join(answer_lines(answers, with_color=False))
-    assert marked.count("> Is it? word") == 3
+    assert marked.count("> Is it? [2J word") == 3
     assert "Yes[, it is] [2J [soso" in marked
     assert "\x1b" not in marked  # a model's answer cannot control the terminal
     assert "Yes\x1b[32m, it is\x1b[0m" in "\n".join(answer_lines(answers, with_color=True))
