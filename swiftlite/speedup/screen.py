@@ -69,26 +69,15 @@ def _speedup(bench: Mapping[str, Any], place: int, choice: Mapping[str, Any]) ->
         f"{requests}: {ratio:.2f}x as fast, {measured['tokens_per_second']:.1f} tokens/s with drafts and {plain:.1f} "
     )
     line += f"without; answers are equal for {measured['answers_equal']} of {bench['prompts']} prompts"
-    return [line, f"  tokens per step: {measured['mean_accepted_length']:.2f}; {_sources(measured['drafts'])}"]
+    drafts = measured["drafts"]
+    accepted = f"{drafts['accepted']} of {drafts['drafted']} ({drafts['acceptance_rate']:.1%})"
+    return [line, f"  tokens per step: {measured['mean_accepted_length']:.2f}; accepted drafts: {accepted}"]
 
 
 def _requests(choice: Mapping[str, Any]) -> str:
     if choice["concurrency"] == 1:
         return "1 request at a time"
     return f"{choice['concurrency']} requests at a time"
-
-
-def _sources(drafts: Mapping[str, Any]) -> str:
-    """Describe how many draft tokens were accepted; separately for heads and text, if the engine counts both."""
-    drafted, accepted, text = drafts["drafted"], drafts["accepted"], drafts.get("ngram")
-    if text is None:
-        return f"accepted drafts: {_share(accepted, drafted)}"
-    of_heads = _share(accepted - text["accepted"], drafted - text["drafted"])
-    return f"accepted drafts of the heads: {of_heads}, from the text: {_share(text['accepted'], text['drafted'])}"
-
-
-def _share(accepted: int, drafted: int) -> str:
-    return f"{accepted} of {drafted} ({accepted / max(drafted, 1):.1%})"
 
 
 def _without_drafts(bench: Mapping[str, Any], place: int) -> float:
