@@ -95,13 +95,13 @@ class Commands:
         words = ["megatron", "sft", *self._model(self.path_of(base)), "--dataset", *rows]
         words += ["--val_dataset", str(self.directory / HELD_OUT), "--mtp_mode", "heads_only"]
         words += "--mtp_loss nla --packing true --max_length 1024 --global_batch_size 1".split()
-        is_small = sum(rounds) <= FEW_PROMPTS
-        if is_small and not base:
+        if sum(rounds) <= FEW_PROMPTS and not base:
             words += f"--train_iters 1 --lr {LR_AFTER_FIT}".split()
         else:
             words += "--num_train_epochs 3".split()
-        words += ["--acceptance_max_new_tokens", "32" if is_small else "64"]
-        words += f"--acceptance_samples {NUM_HELD_OUT} --save_steps 100 --save_total_limit 1".split()
+        # The same number of tokens in each round, because `Progress.best` compares rounds.
+        words += f"--acceptance_samples {NUM_HELD_OUT} --acceptance_max_new_tokens 32".split()
+        words += "--save_steps 100 --save_total_limit 1".split()
         if self.model.heads.layers <= 1:
             words += ["--mtp_unroll", str(DRAFTED)]
         engine = ENGINES[self.args.infer_backend]
