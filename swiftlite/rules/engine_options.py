@@ -95,8 +95,12 @@ def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> I
     able = [info.name for info in ENGINES.values() if vars(info)[needed] and (info.server or not needs_server)]
     if args.infer_backend not in able:
         problem = f"--speculative {args.speculative} is not supported with --infer_backend {args.infer_backend}"
-        other = "mtp" if facts.heads.layers else "none"
-        yield problem, f"use --infer_backend {' or '.join(able)}, or --speculative {other}"
+        hint = f"use --infer_backend {' or '.join(able)}"
+        if facts.heads.layers:
+            hint += ", or --speculative mtp"
+        elif not isinstance(args, BenchArgs):  # `bench` compares drafts with none
+            hint += ", or --speculative none"
+        yield problem, hint
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:
