@@ -20,6 +20,7 @@ from typing import Any
 
 from swiftlite import rules
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.errors import UserError
 from swiftlite.cli.parse import parse
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
@@ -27,7 +28,6 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.served import ServedVllm
-from swiftlite.errors import UserError
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.run import run
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from gen_options_doc import write_pages
 
-from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.families.family import Family
 from swiftlite.families.index import FAMILIES
+from swiftlite.families.serving.index import CONVENTIONS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "tests" / "published" / "configs"
 PLUGIN = "MTPModel"

@@ -10,13 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from swiftlite.base.drafting import Drafting
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.write import write_gguf
-from swiftlite.heads.drafting import Drafting
 from tests.engines.reference import follow, write_trained
 from tests.gguf.rewritten import rewrite
 from tests.gguf.wordless import write_tokenizer

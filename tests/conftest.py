@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from filelock import FileLock
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("any machine")
+
+STEERING = {"NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
+"""Variables that change how many processes a command starts."""
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 Trained = Callable[..., tuple[Path, list[list[int]]]]
@@ -148,3 +153,25 @@ def browser(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
+
+
+@pytest.fixture
+def swiftlite(tmp_path):
+    """Return a function such as swiftlite("megatron", "sft", ..., NPROC_PER_NODE="2"). It runs in tmp_path.
+
+    Its result is a CompletedProcess with text output.
+    """
+
+    def run(*argv: str, **env: str) -> subprocess.CompletedProcess:
+        inherited = {name: value for name, value in os.environ.items() if name not in STEERING}
+        return subprocess.run(
+            [sys.executable, "-m", "swiftlite", *argv],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=inherited | {"COLUMNS": "100"} | env,
+            timeout=300,
+            check=False,
+        )
+
+    return run

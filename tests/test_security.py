@@ -15,12 +15,12 @@ import pytest
 
 from swiftlite.args.commands import BenchArgs, deploy_args
 from swiftlite.args.config import read_file
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.engine import TransformersEngine
-from swiftlite.errors import UserError
 from tests.evil import Evil
 from tests.messages import naming
 from tests.tiers import some_of

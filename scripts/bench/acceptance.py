@@ -80,9 +80,9 @@ def measure(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetText
 
     from swiftlite.acceptance.greedy import GreedyRow, GreedyRows
     from swiftlite.acceptance.held_out import HeldOut, Prompt
+    from swiftlite.base.heads import Heads
     from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
     from swiftlite.families.resolved import resolve
-    from swiftlite.heads import Heads
     from swiftlite.model.open import open_model
     from swiftlite.runtime.distributed import session
 

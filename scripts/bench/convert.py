@@ -83,10 +83,10 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, float]:
     import torch
 
     from swiftlite import families
+    from swiftlite.base.heads import Heads
     from swiftlite.bridge.hf_config import read_config
     from swiftlite.bridge.tensors import describe
     from swiftlite.bridge.transfer import load_hf, save_hf
-    from swiftlite.heads import Heads
     from swiftlite.model.build import build_model
     from swiftlite.runtime.distributed import session
 

@@ -23,15 +23,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, RecomputeArgs
-from swiftlite.estimate import memory
-from swiftlite.estimate.setup import Setup
+from swiftlite.base.heads import Heads
 from swiftlite.families import index
-from swiftlite.heads import Heads
 from swiftlite.model.attention.mla import HeldIndexer
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.plan import run as plan
+from swiftlite.plan.cost import memory
+from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.distributed import session

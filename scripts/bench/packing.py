@@ -22,7 +22,7 @@ import numpy as np
 
 from swiftlite.data.packing.packing import RowStream, StreamSample, pack
 from swiftlite.data.packing.schedule import schedule
-from swiftlite.estimate.flops import training_flops
+from swiftlite.plan.cost.flops import training_flops
 
 ROW = 4096
 CHUNK = 1000

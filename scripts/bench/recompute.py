@@ -108,7 +108,7 @@ def main() -> None:
 
     from swiftlite import families
     from swiftlite.args.fields import RecomputeArgs
-    from swiftlite.heads import Heads
+    from swiftlite.base.heads import Heads
     from swiftlite.model.build import build_model
     from swiftlite.runtime.distributed import session
 

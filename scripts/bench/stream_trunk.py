@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from swiftlite.estimate.setup import Setup
-from swiftlite.estimate.streamed_memory import estimate_streamed
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
+from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.cost.streamed_memory import estimate_streamed
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

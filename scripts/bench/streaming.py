@@ -80,7 +80,7 @@ def read_together(model: str, file: str, number: int, seconds: float) -> None:
     from swiftlite.bridge.hf_config import read_config
     from swiftlite.data.packing.schedule import schedule
     from swiftlite.data.packing.stream import Readers
-    from swiftlite.estimate.flops import training_flops
+    from swiftlite.plan.cost.flops import training_flops
     from swiftlite.train.batches.exchange import exchange, gather
 
     torch.set_num_threads(1)

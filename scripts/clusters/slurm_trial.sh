@@ -227,7 +227,7 @@ goes_on() {
 
 has_all_cores() {
     local launcher
-    launcher=$(pgrep --oldest --full swiftlite.cli.elastic)
+    launcher=$(pgrep --oldest --full swiftlite.launch.elastic)
     [ "$(grep Cpus_allowed: "/proc/$launcher/status")" = "$(grep Cpus_allowed: /proc/self/status)" ]
 }
 

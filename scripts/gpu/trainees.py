@@ -16,14 +16,14 @@ from torch.profiler import ProfilerActivity
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.estimate.flops import training_flops
 from swiftlite.families import index
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.layers.lora import add_adapters
+from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.layout import group_of, layout_of
 from swiftlite.plan.run import make_plan, make_schedule

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"

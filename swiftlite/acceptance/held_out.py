@@ -23,9 +23,9 @@ from swiftlite.acceptance.greedy import Chunks, GreedyRow, GreedyRows
 from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.acceptance.report import MeasuredPrompts, add_run_acceptance, add_run_answers, read_summary
 from swiftlite.acceptance.thumbnails import thumbnails
+from swiftlite.base.log import logger
 from swiftlite.data.batch import Extra
 from swiftlite.data.images import ImageRef
-from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
 
 MAX_CACHED_TOKENS = 8192

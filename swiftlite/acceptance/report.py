@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.atomic import atomic_write
-from swiftlite.errors import UserError
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 
 ACCEPTANCE_FILE = "acceptance.json"
 ANSWERS_FILE = "drafts.json"

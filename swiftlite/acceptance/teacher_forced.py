@@ -15,11 +15,11 @@ import torch
 from swiftlite.acceptance import by_position
 from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.statistics import depth_sums
+from swiftlite.base.errors import UserError
 from swiftlite.data.batch import Batch, Extra, collate_packed, shift_left
 from swiftlite.data.image_inputs import PATCHES, image_extras
 from swiftlite.data.packing.packing import pack
 from swiftlite.data.sample import Sample
-from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.forward import forward

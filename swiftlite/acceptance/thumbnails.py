@@ -10,8 +10,8 @@ from typing import Any
 
 from PIL import Image
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.images import ImageRef, decode, read_bytes
-from swiftlite.errors import UserError
 
 MAX_SIDE = 256
 """Maximum width and height of a copy in pixels."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from swiftlite.args.docs import options
-from swiftlite.redact import redact_text
+from swiftlite.base.redact import redact_text
 
 
 def shell_line(value: Any) -> str:

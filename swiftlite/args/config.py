@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from swiftlite.args.docs import Choices, Option, options
-from swiftlite.atomic import atomic_write
-from swiftlite.errors import OptionError, UserError, clip
-from swiftlite.json_file import MAX_DEPTH, parse_json, repeated_keys
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import OptionError, UserError, clip
+from swiftlite.base.json_file import MAX_DEPTH, parse_json, repeated_keys
 
 COMMAND_KEY = "command"
 """Key of a run's args.json that contains the words of the run's command. No option has this name."""

@@ -11,7 +11,7 @@ import json
 import math
 from typing import Any
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 FLAG = "--sft_mock_dataset_config_json"
 KEYS = {

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.binding import compare_shapes, expected_shapes, whole_numbers
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.rows import HfConfig, Row, RowTable, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
-from swiftlite.errors import UserError
-from swiftlite.heads import Heads
 
 
 @dataclass(frozen=True)

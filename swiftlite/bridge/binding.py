@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.join import ZEROS, SourceRange, clip, covers
 from swiftlite.bridge.rows import Row, Shape
 from swiftlite.bridge.tensors import Index, some
-from swiftlite.errors import UserError
 
 
 @dataclass(frozen=True)

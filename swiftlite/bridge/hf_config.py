@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import KEYS, depth_key
+from swiftlite.base.json_file import parse_json, read_json
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.errors import UserError
-from swiftlite.heads import KEYS, depth_key
-from swiftlite.json_file import parse_json, read_json
 
 REMOVE: Any = object()  # a change that removes the key
 TENSORS_FILE = "tensors.json"

@@ -22,14 +22,14 @@ from typing import IO, Any, Self
 
 import torch
 
-from swiftlite.atomic import atomic_write, sync
+from swiftlite.base.atomic import atomic_write, sync
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import parse_json, read_json
 from swiftlite.bridge.encoding.encoding import Format, Found, Stored, WritableEncoding, find_tensors, unquantized
 from swiftlite.bridge.encoding.expert_stack import fold, unfold
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.entry import Box, Entry, TensorTypes
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.errors import UserError
-from swiftlite.json_file import parse_json, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

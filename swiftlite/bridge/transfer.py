@@ -26,6 +26,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
@@ -37,8 +39,6 @@ from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
-from swiftlite.errors import UserError
-from swiftlite.heads import Heads
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
 Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None

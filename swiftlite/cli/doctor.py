@@ -10,17 +10,17 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.redact import redact_text
 from swiftlite.cli.installed import report_installed
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.memory_plan import report_memory
 from swiftlite.cli.size_plan import report_sizes
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.hub.model import is_gguf, local_model
 from swiftlite.plan.facts import read_facts
-from swiftlite.redact import redact_text
 from swiftlite.report.table import text_table
 
 if TYPE_CHECKING:

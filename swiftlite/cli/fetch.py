@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.rows.hub_rows import fetch_rows
-from swiftlite.errors import UserError
 from swiftlite.hub import commits
 from swiftlite.hub.model import local_model
 from swiftlite.hub.name import dataset_names, models_in
-from swiftlite.log import logger
 from swiftlite.store.objects import check_store
 from swiftlite.store.run_store import claim_store, fetch_newest
 

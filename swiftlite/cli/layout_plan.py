@@ -8,12 +8,12 @@ from operator import itemgetter
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.docs import options
-from swiftlite.errors import UserError
-from swiftlite.estimate import memory, timing
-from swiftlite.estimate.flops import training_flops
-from swiftlite.estimate.gpus import GPUS, Gpu
-from swiftlite.estimate.search import DOUBLINGS, Candidate, global_batch_size, has_layout, larger, ranked
+from swiftlite.base.errors import UserError
 from swiftlite.families.family import HfConfig
+from swiftlite.plan.cost import memory, timing
+from swiftlite.plan.cost.flops import training_flops
+from swiftlite.plan.cost.gpus import GPUS, Gpu
+from swiftlite.plan.cost.search import DOUBLINGS, Candidate, global_batch_size, has_layout, larger, ranked
 from swiftlite.plan.facts import Facts
 from swiftlite.report.table import text_table
 from swiftlite.rules.common import changed

@@ -14,22 +14,23 @@ from pathlib import Path
 from types import FrameType
 
 import swiftlite
-from swiftlite import log, rules
+from swiftlite import rules
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.data_file import split_sample
+from swiftlite.base import log
+from swiftlite.base.errors import OptionError, UserError, is_of_memory, is_of_storage, reason_of
+from swiftlite.base.redact import redact_text, remember
 from swiftlite.bridge.encoding.quantization import describe_quantization
-from swiftlite.cli import failure, launch
 from swiftlite.cli.fetch import claim_checkpoint_store, fetch, fetch_checkpoint, hold_commits
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import Command, commands, find
-from swiftlite.errors import OptionError, UserError, is_of_memory, is_of_storage, reason_of
 from swiftlite.families.index import FAMILIES
+from swiftlite.launch import failure, start
 from swiftlite.plan.facts import read_facts
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
-from swiftlite.redact import redact_text, remember
 from swiftlite.runtime.environment import SAFE_PATH, gpu_models, sees_gpu
 from swiftlite.runtime.parent import exit_with_parent
 from swiftlite.runtime.progress import num_restarts
@@ -131,7 +132,7 @@ def _run(argv: list[str]) -> int:
         rest = [f"--{command.first_option}", *rest]
     args, notes = parse(command.args_class, rest, command.words, command.choices())
     remember(asdict(args))
-    processes = launch.read_environment(os.environ)
+    processes = start.read_environment(os.environ)
     world_size = 1
     if command.is_parallel:
         world_size = processes.world_size
@@ -142,7 +143,7 @@ def _run(argv: list[str]) -> int:
         max_restarts = args.max_restarts
         if num_restarts():  # after a failure
             args = replace(args, resume=True)
-    launch.check_restarts(processes, max_restarts, is_parallel=command.is_parallel)
+    start.check_restarts(processes, max_restarts, is_parallel=command.is_parallel)
     _settle_environment(args)
     is_first_node = rank == 0 and processes.node_rank == 0
     if is_first_node:
@@ -166,9 +167,9 @@ def _run(argv: list[str]) -> int:
             node_counts = [processes.nnodes]
             if is_first_node:
                 node_counts = _node_counts(args, processes)
-            restarts = launch.Restarts(max_restarts, Path(args.output_dir), node_counts)
-            launch.start(processes, argv, restarts)
-        launch.start(processes, argv)
+            restarts = start.Restarts(max_restarts, Path(args.output_dir), node_counts)
+            start.start(processes, argv, restarts)
+        start.start(processes, argv)
     if rank == 0:
         _log(notes, command, processes)
     if not sys.warnoptions:
@@ -176,7 +177,7 @@ def _run(argv: list[str]) -> int:
     return command.load()(args) or 0
 
 
-def _node_counts(args: SftArgs, processes: launch.Processes) -> list[int]:
+def _node_counts(args: SftArgs, processes: start.Processes) -> list[int]:
     """Return the numbers of nodes, between the limits of NNODES, that the layout and the batch sizes allow.
 
     Raises:
@@ -233,7 +234,7 @@ def _ignore_upstream_warnings() -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
 
-def _log(notes: list[str], command: Command, processes: launch.Processes) -> None:
+def _log(notes: list[str], command: Command, processes: start.Processes) -> None:
     if processes.must_start() and not command.is_parallel:
         notes = [*notes, f"NPROC_PER_NODE and NNODES have no effect: swiftlite {command.words} runs in one process"]
     num_gpus = len(gpu_models())
@@ -243,7 +244,7 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
         log.logger.warning(note)
 
 
-def _dry_run(args: SftArgs, world_size: int, processes: launch.Processes) -> str:
+def _dry_run(args: SftArgs, world_size: int, processes: start.Processes) -> str:
     facts = read_facts(args, world_size)
     checkpoint, head = facts.heads, largest_head(facts.architecture)
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))

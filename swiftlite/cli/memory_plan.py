@@ -7,14 +7,14 @@ from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.reference_plan import report_reference
 from swiftlite.cli.rollout_plan import report_rollouts
 from swiftlite.cli.teacher_plan import report_teacher
-from swiftlite.estimate import memory
-from swiftlite.estimate.flops import training_flops
-from swiftlite.estimate.gpus import GPUS
-from swiftlite.estimate.setup import Setup, planned_setup
-from swiftlite.estimate.streamed_memory import estimate_streamed
-from swiftlite.estimate.suggestion import LARGEST_DOUBLING, suggest
-from swiftlite.estimate.timing import PRODUCT_EFFICIENCY
 from swiftlite.families.index import FAMILIES, architecture_of
+from swiftlite.plan.cost import memory
+from swiftlite.plan.cost.flops import training_flops
+from swiftlite.plan.cost.gpus import GPUS
+from swiftlite.plan.cost.setup import Setup, planned_setup
+from swiftlite.plan.cost.streamed_memory import estimate_streamed
+from swiftlite.plan.cost.suggestion import LARGEST_DOUBLING, suggest
+from swiftlite.plan.cost.timing import PRODUCT_EFFICIENCY
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.report.table import text_table

@@ -10,7 +10,7 @@ from typing import Any
 
 from swiftlite.args.config import Problem, convert, near, split_type, values_from_file
 from swiftlite.args.docs import Choices, Option, options
-from swiftlite.errors import OptionError, UserError
+from swiftlite.base.errors import OptionError, UserError
 
 
 def parse(

@@ -1,10 +1,10 @@
 """Print `swiftlite doctor --plan --loss_type`: the memory while the reference model is evaluated."""
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.estimate import memory
-from swiftlite.estimate.reference_memory import ReferenceMemory, estimate_reference
-from swiftlite.estimate.setup import Setup
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
+from swiftlite.plan.cost import memory
+from swiftlite.plan.cost.reference_memory import ReferenceMemory, estimate_reference
+from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.facts import Facts
 from swiftlite.report.table import text_table
 

@@ -1,9 +1,9 @@
 """Print `swiftlite doctor --plan --max_completion_length`: memory and FLOPs of the rollouts of `megatron grpo`."""
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.estimate import memory
-from swiftlite.estimate.rollout_memory import estimate_rollouts, rollout_flops
-from swiftlite.estimate.setup import Setup
+from swiftlite.plan.cost import memory
+from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
+from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.facts import Facts
 from swiftlite.report.table import text_table
 

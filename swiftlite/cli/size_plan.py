@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.estimate.memory import RESERVE, estimate, largest, usable_bytes
-from swiftlite.estimate.setup import planned_setup
-from swiftlite.estimate.streamed_memory import estimate_streamed
 from swiftlite.families.family import HfConfig
+from swiftlite.plan.cost.memory import RESERVE, estimate, largest, usable_bytes
+from swiftlite.plan.cost.setup import planned_setup
+from swiftlite.plan.cost.streamed_memory import estimate_streamed
 from swiftlite.report.table import text_table
 
 GB = 1e9

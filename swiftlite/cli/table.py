@@ -20,9 +20,9 @@ from swiftlite.args.commands import (
 )
 from swiftlite.args.docs import Choices
 from swiftlite.args.rl_fields import CompletionArgs
-from swiftlite.conventions.index import CONVENTIONS
+from swiftlite.base.errors import UserError
 from swiftlite.engines.index import names_with
-from swiftlite.errors import UserError
+from swiftlite.families.serving.index import CONVENTIONS
 from swiftlite.methods.index import training_commands
 
 
@@ -72,15 +72,23 @@ def commands() -> tuple[Command, ...]:
 
 
 OTHERS = (
-    Command("speedup", SpeedupArgs, "swiftlite.speedup.command:run", "train draft heads within a time budget", False),
+    Command(
+        "speedup", SpeedupArgs, "swiftlite.improve.speedup.command:run", "train draft heads within a time budget", False
+    ),
     Command("export", ExportArgs, "swiftlite.export.run:run", "convert a run to a Hugging Face model, or back", True),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate with MTP drafts and count accepted ones", False),
     Command(
-        "regenerate", RegenerateArgs, "swiftlite.regenerate.command:run", "regenerate the answers of a dataset", False
+        "regenerate",
+        RegenerateArgs,
+        "swiftlite.improve.regenerate.command:run",
+        "regenerate the answers of a dataset",
+        False,
     ),
     Command("deploy", DeployArgs, "swiftlite.serve.deploy:run", "start an engine's server with MTP drafts", False),
-    Command("evaluate", EvaluateArgs, "swiftlite.evaluate.command:run", "measure the acceptance of MTP heads", False),
-    Command("bench", BenchArgs, "swiftlite.bench.command:run", "measure a server's speed with MTP drafts", False),
+    Command(
+        "evaluate", EvaluateArgs, "swiftlite.serve.evaluate.command:run", "measure the acceptance of MTP heads", False
+    ),
+    Command("bench", BenchArgs, "swiftlite.serve.bench.command:run", "measure a server's speed with MTP drafts", False),
     Command("report", ReportArgs, "swiftlite.report.command:run", "write an HTML page of training runs", False, "runs"),
     Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "check the environment and validate a model", False),
 )

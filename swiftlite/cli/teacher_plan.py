@@ -1,9 +1,9 @@
 """Print `swiftlite doctor --plan --teacher_model`: the memory of the trainer in `megatron gkd` or `megatron grpo`."""
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.estimate import memory
-from swiftlite.estimate.setup import Setup
-from swiftlite.estimate.teacher_memory import teacher_weights
+from swiftlite.plan.cost import memory
+from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.cost.teacher_memory import teacher_weights
 from swiftlite.plan.facts import Facts
 from swiftlite.report.table import text_table
 

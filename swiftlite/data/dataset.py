@@ -12,6 +12,8 @@ from typing import Any, overload
 
 import numpy as np
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.encoded_rows import EncodedRows, Part, digest_of, encode_file
 from swiftlite.data.encoder import Encoder, EncoderPool, special_token_note
 from swiftlite.data.packing.mixture import Mixture, interleave
@@ -20,8 +22,6 @@ from swiftlite.data.rows.conversation import NO_IMAGES, BadRow, Conversation, pa
 from swiftlite.data.rows.hub_rows import HubRows
 from swiftlite.data.rows.sources import DataFile, RowParser, conversations_at, find_rows, read_rows, sample_note
 from swiftlite.data.sample import Sample
-from swiftlite.errors import UserError
-from swiftlite.log import logger
 
 SHOWN_ROWS = 5
 

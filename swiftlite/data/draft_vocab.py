@@ -1,13 +1,13 @@
-"""Choose the draft vocabulary: the most frequent labels. See `swiftlite.heads.draft_vocab`."""
+"""Choose the draft vocabulary: the most frequent labels. See `swiftlite.base.draft_vocab`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.dataset import Data
-from swiftlite.errors import UserError
-from swiftlite.log import logger
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from swiftlite.base.log import logger
 from swiftlite.data.changed_samples import LazySamples
 from swiftlite.data.encoder import Encoded, EncoderPool
 from swiftlite.data.packing.packing import join_ranges
@@ -21,7 +22,6 @@ from swiftlite.data.rows.conversation import BadRow, Conversation
 from swiftlite.data.rows.hub_rows import HubRows
 from swiftlite.data.rows.sources import DataFile, checked_rows
 from swiftlite.data.sample import IGNORED, Sample, digest, make_sample
-from swiftlite.log import logger
 
 PART_TOKENS = 1 << 23
 PART_ROWS = 1 << 17

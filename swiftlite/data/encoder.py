@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.fields import TruncationStrategy
+from swiftlite.base.errors import UserError
 from swiftlite.data.image_inputs import PATCHES, ImageEncoder, share_images
 from swiftlite.data.images import ImageRef
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
@@ -22,7 +23,6 @@ from swiftlite.data.rows.prompt import parse_prompt
 from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.sample import Sample, join, make_sample, truncate
 from swiftlite.data.template import ChatTemplate, check_ids, special_tokens_of
-from swiftlite.errors import UserError
 
 
 @dataclass(frozen=True)

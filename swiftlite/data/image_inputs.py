@@ -24,14 +24,14 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite.base.errors import UserError, clip
+from swiftlite.base.log import logger
 from swiftlite.data.batch import AXES, ITEM, Extra
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.images import ImageRef, read_image
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.rows.image_parts import RowImage
 from swiftlite.data.sample import LazyItems, Sample, truncate
-from swiftlite.errors import UserError, clip
-from swiftlite.log import logger
 
 PATCHES = "patches"
 """Name of the `Extra` with the pixels of each group of patches."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from swiftlite.base.errors import UserError, clip
 from swiftlite.data.rows.image_parts import RowImage
 from swiftlite.data.rows.row_error import RowError
-from swiftlite.errors import UserError, clip
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that are decoded, by Pillow's names; of an animation only the first frame."""

@@ -29,16 +29,16 @@ from safetensors.numpy import save
 from transformers import PreTrainedTokenizerBase
 
 import swiftlite.data
-from swiftlite.atomic import atomic_write, check_writable, delete_incomplete
+from swiftlite.base.atomic import atomic_write, check_writable, delete_incomplete
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import parse_json, read_json
+from swiftlite.base.log import logger
 from swiftlite.data.encoded_rows import COLUMNS, Part, PartFacts, encode_file
 from swiftlite.data.encoder import Encoder, EncoderPool
 from swiftlite.data.image_inputs import ImageEncoder
 from swiftlite.data.rows.hub_rows import HubRows, commit_of_dataset
 from swiftlite.data.rows.sources import DataFile
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
-from swiftlite.json_file import parse_json, read_json
-from swiftlite.log import logger
 
 FLAG = "--dataset_cache"
 COMPLETE = "complete.json"

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from swiftlite.base.errors import clip
 from swiftlite.data.rows.conversation import RowError
-from swiftlite.errors import clip
 
 MAX_MEGABYTES = 1000
 """Memory limit of a template in MB; a conversation of ten million characters needs less than a tenth of it."""

@@ -20,13 +20,13 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from swiftlite.base.errors import UserError, clip
+from swiftlite.base.json_file import read_json
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.rows.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.rows.image_parts import texts_of
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sandbox import check_length, running_the_template
-from swiftlite.errors import UserError, clip
-from swiftlite.json_file import read_json
 
 LossScale = Literal["default", "last_round", "all"]
 Tools = list[Any]  # JSON schemas; Any because transformers declares an invariant list of dicts or functions

@@ -9,9 +9,9 @@ and the first token after the mark is the token that ends the turn:
 
 from collections.abc import Sequence
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.conversation import Conversation, Message, RowError
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
 
 MARK = "@@swiftlite marks this user turn@@"
 ANSWER = "@@swiftlite marks this answer@@"

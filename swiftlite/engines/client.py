@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 Event = tuple[float, dict[str, Any]]
 """A chunk of a streamed answer: seconds since the request was sent, and the parsed content."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 
 @contextmanager

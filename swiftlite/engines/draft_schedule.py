@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftlite.errors import UserError
-from swiftlite.json_file import read_json
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
 
 MEASURE = "run swiftlite bench again and give its bench.json"
 

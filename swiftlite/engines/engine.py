@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
+from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.ngram import Ngrams
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 
 FinishReason = Literal["stop", "length"]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.runtime.environment import has_bfloat16_instructions, sees_gpu
 
 if TYPE_CHECKING:
-    from swiftlite.conventions.convention import Convention
     from swiftlite.families import Family
+    from swiftlite.families.serving.convention import Convention
 
 
 @dataclass(frozen=True)

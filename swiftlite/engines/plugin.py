@@ -3,8 +3,8 @@
 import importlib.metadata
 import os
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.info import EngineInfo
-from swiftlite.errors import UserError
 
 
 def require_plugin(info: EngineInfo) -> None:

@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.fields import ImageArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.batch import AXES, ITEM
 from swiftlite.data.encoder import encode_prompt, special_token_note
 from swiftlite.data.image_inputs import GRID, PATCHES, ImageEncoder, ImageProcessing, images_of
@@ -19,10 +21,8 @@ from swiftlite.data.rows.image_parts import Message, Part
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.info import EngineInfo
-from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,19 +1,19 @@
 """Check that engines build the modules of MTP heads as the files have them: quantized or plain.
 
 Otherwise an engine casts numbers to codes or codes to numbers, often without an error: the text is still correct, but
-no draft is accepted. `conventions/built.py` contains the rules of the engines.
+no draft is accepted. `families/serving/built.py` contains the rules of the engines.
 """
 
 from collections.abc import Mapping, Sequence
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.tensors import Checkpoint, some
-from swiftlite.conventions.built import head_problems
-from swiftlite.conventions.index import MATCHINGS
-from swiftlite.conventions.quantized import METHODS, head_modules, unlisted_engines
 from swiftlite.engines.info import EngineInfo
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
+from swiftlite.families.serving.built import head_problems
+from swiftlite.families.serving.index import MATCHINGS
+from swiftlite.families.serving.quantized import METHODS, head_modules, unlisted_engines
 
 HINT = "export the run again, which lists the plain modules of the heads under the names of each engine"
 _CODES = ("weight_packed", "qweight")

@@ -6,15 +6,15 @@ still correct, but acceptance drops.
 
 from pathlib import Path
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.bridge.audit import mtp_keys
 from swiftlite.bridge.binding import compare_shapes
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.rows import Shape
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.log import logger
 
 
 def resolve_served(name: str | Path) -> HfModel:

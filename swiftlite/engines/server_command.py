@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from swiftlite.atomic import atomic_write, check_writable
-from swiftlite.redact import HIDDEN, is_secret, redact
+from swiftlite.base.atomic import atomic_write, check_writable
+from swiftlite.base.redact import HIDDEN, is_secret, redact
 from swiftlite.runtime.environment import SAFE_PATH
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase, write_adapter, write_heads
 from swiftlite.bridge.adapters.rows import adapted_modules, adapted_rows, saved_names
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.transfer import stream_hf
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
-from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import gather_adapters, gather_saved, merged
 

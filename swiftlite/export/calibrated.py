@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.placement import decoder_layer_of
@@ -25,10 +27,8 @@ from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.template import ChatTemplate, load_tokenizer
-from swiftlite.errors import UserError
 from swiftlite.export.schemes import Scheme
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
 from swiftlite.runtime.llm_compressor import interpreter, run
 
 _SEED = 42

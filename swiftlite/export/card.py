@@ -12,11 +12,11 @@ import yaml
 
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, describe, read_acceptance
 from swiftlite.args.data_file import split_sample
+from swiftlite.base.errors import clip
+from swiftlite.base.heads import Heads
 from swiftlite.engines.quantization import quantization_of, quantization_words
-from swiftlite.errors import clip
 from swiftlite.export.provenance import Provenance
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
 
 

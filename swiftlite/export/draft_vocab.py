@@ -5,13 +5,13 @@ from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.args.config import from_config
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.base.json_file import read_json
 from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data
 from swiftlite.data.template import load_tokenizer
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
-from swiftlite.json_file import read_json
 from swiftlite.methods.index import command_of_run
 from swiftlite.train.methods.training import training_of
 from swiftlite.train.metrics.run_report import REPORT_FILE

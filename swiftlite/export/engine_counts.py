@@ -11,8 +11,8 @@ from pathlib import Path
 
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import ExportArgs
-from swiftlite.errors import UserError
-from swiftlite.log import logger
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.runtime.parent import exit_with_parent
 
 

@@ -14,17 +14,17 @@ from typing import Any, Self
 import torch
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.bridge.encoding.blocks import Blocks
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.fp8 import WritableFp8
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some
-from swiftlite.conventions.quantized import with_heads_kept
 from swiftlite.engines.quantized_heads import problems_of, quantized_head_problems
-from swiftlite.errors import UserError
 from swiftlite.export.schemes import QuantHeads
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.log import logger
+from swiftlite.families.serving.quantized import with_heads_kept
 from swiftlite.plan.facts import model_of_run
 
 

@@ -14,19 +14,19 @@ from typing import Any
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, write_quantized
 from swiftlite.acceptance.teacher_forced import ALL, Measured, measure_rows
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.sample import Sample
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.quantization import quantization_of
-from swiftlite.errors import UserError
-from swiftlite.evaluate.evaluation_rows import load_rows
-from swiftlite.evaluate.rates import rates
-from swiftlite.evaluate.trunks import have_same_tokens
 from swiftlite.export.engine_counts import count_in_engine
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.log import logger
 from swiftlite.plan.facts import model_of_run, reads_run
 from swiftlite.rules.export import COMPARED_LIMITS, LIMITS
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.serve.evaluate.evaluation_rows import load_rows
+from swiftlite.serve.evaluate.rates import rates
+from swiftlite.serve.evaluate.trunks import have_same_tokens
 
 
 @dataclass(frozen=True)

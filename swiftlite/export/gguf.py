@@ -4,6 +4,8 @@ import subprocess
 from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError, reason_of
+from swiftlite.base.log import logger
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
@@ -12,13 +14,11 @@ from swiftlite.engines.llamacpp.check import check_file
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.served_model import require_heads
-from swiftlite.errors import UserError, reason_of
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.tokenizer import other_tokens
 from swiftlite.gguf.types import QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.gguf.verify import differences
 from swiftlite.gguf.write import write_gguf
-from swiftlite.log import logger
 
 MAX_PROMPTS = 16
 """Maximum number of rows of --val_dataset that are compared and answered."""

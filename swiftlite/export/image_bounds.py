@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swiftlite.atomic import atomic_write
-from swiftlite.errors import UserError
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 
 PREPROCESSOR = "preprocessor_config.json"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.data_file import split_sample
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
 from swiftlite.hub.commits import read_commits
 from swiftlite.hub.name import HubName, dataset_name, model_name
-from swiftlite.json_file import read_json
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.encoding.stored import dtype_name
@@ -28,15 +30,13 @@ from swiftlite.bridge.placement import (
 )
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
-from swiftlite.conventions.built import merged, needs_whole_blocks
-from swiftlite.conventions.quantized import head_modules, is_selector, with_heads_kept
-from swiftlite.errors import UserError
 from swiftlite.export.calibrated import Calibrated
 from swiftlite.export.fp8_source import Fp8Source
 from swiftlite.export.schemes import QuantHeads, Scheme
 from swiftlite.families.mlp import MixtureOfExperts
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
+from swiftlite.families.serving.built import merged, needs_whole_blocks
+from swiftlite.families.serving.quantized import head_modules, is_selector, with_heads_kept
 from swiftlite.train.checkpoint.source import small_files
 
 OUTPUT_LAYER = "lm_head"

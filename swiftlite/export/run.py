@@ -12,7 +12,12 @@ import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.fields import MtpInit
-from swiftlite.atomic import fsync_tree, sync
+from swiftlite.base.atomic import fsync_tree, sync
+from swiftlite.base.draft_vocab import TOKEN_MAP_FILE
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads, depth_key
+from swiftlite.base.log import logger
+from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.carry import copy_trunk
@@ -23,9 +28,7 @@ from swiftlite.bridge.placement import Piece
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
-from swiftlite.conventions.quantized import with_heads_kept
 from swiftlite.engines.quantized_heads import quantized_head_problems
-from swiftlite.errors import UserError
 from swiftlite.export import adapter
 from swiftlite.export.calibrated import Calibrated, calibrated
 from swiftlite.export.card import model_card, read_quality
@@ -38,12 +41,9 @@ from swiftlite.export.provenance import provenance_of
 from swiftlite.export.quantization import matrices_of, quantize
 from swiftlite.export.schemes import Scheme, scheme_of
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.heads import Heads, depth_key
-from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
+from swiftlite.families.serving.quantized import with_heads_kept
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import push
-from swiftlite.log import logger
-from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters, merge
 from swiftlite.model.open import build_hf_model, open_model

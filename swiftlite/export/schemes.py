@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.bridge.encoding.compressed_tensors import WeightArgs, WritableBlocks, WritableFp4
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.fp8 import WritableFp8
-from swiftlite.errors import UserError
-from swiftlite.log import logger
 from swiftlite.plan.quantization import quant_bits_of
 
 QuantHeads = Literal["keep", "block"]

@@ -3,7 +3,7 @@
 `index.py` lists them, and `resolved.py` finds a model's family.
 
 Families contain only declarations: they use the bridge rows of `bridge`, and do not import torch, transformers or
-megatron-core. `model/` builds models from them; `plan/` and `estimate/` read their sizes.
+megatron-core. `model/` builds models from them; `plan/` and `plan/cost/` read their sizes.
 """
 
 from swiftlite.families.family import Family

@@ -9,16 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import depth_key
 from swiftlite.bridge.encoding.quantization import quantization_problem
 from swiftlite.bridge.join import COPY, Join
 from swiftlite.bridge.rows import Row
-from swiftlite.errors import UserError
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.family import HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
-from swiftlite.heads import depth_key
 
 _REQUIRED = (
     "vocab_size",

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.rows import HfConfig, Row, lift
-from swiftlite.errors import UserError
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.layer import Layer
 from swiftlite.families.tower import Tower
 from swiftlite.families.vision import VisionTower
-from swiftlite.heads import Heads
-from swiftlite.heads.drafting import Drafting
 
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:

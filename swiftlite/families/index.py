@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import has_tensors
 from swiftlite.data.image_sizes import ImageSizes
-from swiftlite.errors import UserError
 from swiftlite.families import dense
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.dense import refuse

@@ -1,8 +1,8 @@
 """Define a decoder layer as a value, and the interface of its two halves, attention and MLP.
 
 A new kind of attention or MLP is a frozen dataclass with the methods of the interface (see `attention.py` and
-`mlp.py`), and a megatron-core spec in `model/specs.py`. Code that counts layers (`estimate/stage_memory.py`,
-`estimate/flops.py`, `plan/layout.py`) uses only this interface.
+`mlp.py`), and a megatron-core spec in `model/specs.py`. Code that counts layers (`plan/cost/stage_memory.py`,
+`plan/cost/flops.py`, `plan/layout.py`) uses only this interface.
 """
 
 from collections.abc import Mapping

@@ -6,11 +6,11 @@ first layers, and MTP heads stored as additional decoder layers. See also `model
 
 import re
 
+from swiftlite.base.drafting import Drafting
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
 from swiftlite.families.family import HfConfig, MtpLayout
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
-from swiftlite.heads.drafting import Drafting
 
 _REQUIRED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.errors import UserError
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
-from swiftlite.heads import Heads
 from swiftlite.hub.model import local_model
 from swiftlite.hub.name import models_in
 

@@ -6,8 +6,8 @@ Missing and null keys are not checked: families define which keys they require a
 from collections.abc import Mapping
 from typing import Any
 
-from swiftlite.errors import clip
-from swiftlite.heads import DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY
+from swiftlite.base.errors import clip
+from swiftlite.base.heads import DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY
 
 # Bounds of integers: the maximum is about ten times the largest value of any published model. A larger value is an
 # error: a list of 1e9 layers, or an embedding of 1e9 tokens, would use all memory before it is reported.

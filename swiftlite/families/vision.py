@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.rows import HfConfig, Row, Shape
-from swiftlite.errors import UserError
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 from swiftlite.families.tower import TowerActivations, TowerMacs, TrainedParts
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.conventions.llamacpp import ARCHITECTURES
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.families import dense
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.serving.llamacpp import ARCHITECTURES
 from swiftlite.gguf.tensors import IDLE_EXPERT, Conversion, Naming, conversions
 
 HfConfig = Mapping[str, Any]

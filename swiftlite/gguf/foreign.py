@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.gguf.tokenizer import DIGITS, GPT2, PRE_TOKENIZERS
 
 Config = dict[str, Any]

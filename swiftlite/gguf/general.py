@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.gguf.types import GgufType
 
 if TYPE_CHECKING:

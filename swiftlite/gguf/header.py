@@ -7,7 +7,7 @@ import mmap
 import struct
 from pathlib import Path
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a number, by the type that the format gives to it (uint8 is 0, float64 is 12)."""

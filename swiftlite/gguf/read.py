@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swiftlite.base.errors import UserError, reason_of
+from swiftlite.base.json_file import parse_json
 from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import ShardedFiles
-from swiftlite.errors import UserError, reason_of
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.linear_attention import GatedDeltaNet
@@ -32,7 +33,6 @@ from swiftlite.gguf.foreign import (
 from swiftlite.gguf.header import check_header
 from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
-from swiftlite.json_file import parse_json
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

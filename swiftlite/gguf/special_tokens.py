@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swiftlite.errors import UserError
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 
 KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Name of a token in Hugging Face files -> its name in GGUF keys."""

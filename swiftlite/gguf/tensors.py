@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
-from swiftlite.errors import UserError
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.layer import Layer

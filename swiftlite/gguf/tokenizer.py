@@ -9,9 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
 from swiftlite.gguf.special_tokens import optional_json, special_tokens
-from swiftlite.json_file import read_json
 
 Metadata = dict[str, Any]
 

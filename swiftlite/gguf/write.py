@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import conversions_of, metadata_of
 from swiftlite.gguf.general import add_description

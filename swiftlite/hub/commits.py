@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from swiftlite.atomic import atomic_write
-from swiftlite.errors import UserError
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 from swiftlite.hub.name import HubName
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
 
 VARIABLE = "SWIFTLITE_COMMITS"
 """Environment variable with a JSON object of commits by `HubName.key`, such as {"models/org/name@main": "4f5e..."}."""

@@ -20,10 +20,10 @@ from typing import Any, cast
 
 from filelock import FileLock
 
-from swiftlite.atomic import fsync_tree, sync
-from swiftlite.errors import UserError, reason_of
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
+from swiftlite.base.atomic import fsync_tree, sync
+from swiftlite.base.errors import UserError, reason_of
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 
 READER = "swiftlite.gguf.read:GgufFile"
 """Class that reads files with heads. It is imported when a file is read, because it requires torch."""

@@ -6,7 +6,7 @@ Rules read config.json before anything large is downloaded. Therefore `descripti
 
 from pathlib import Path
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.hub.name import model_name
 from swiftlite.hub.snapshot import snapshot
 

@@ -3,10 +3,10 @@
 import glob
 from pathlib import Path
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.hub.name import HubName
 from swiftlite.hub.refusal import refusals
-from swiftlite.log import logger
 
 WEIGHTS = (".safetensors", ".index.json")
 """Extensions of weight files and their index."""

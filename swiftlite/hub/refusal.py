@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from swiftlite.errors import UserError, is_of_storage, reason_of
+from swiftlite.base.errors import UserError, is_of_storage, reason_of
 from swiftlite.hub.name import HubName
 
 _LOG_IN = "run hf auth login, or set HF_TOKEN, for an account with read access"

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
-from swiftlite.errors import OptionError
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.errors import OptionError
+from swiftlite.base.heads import Heads
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.mlp import CLAMPED_SWIGLU
-from swiftlite.heads import Heads
-from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.mla import MLATransformerConfig
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.gpt import GPTModel

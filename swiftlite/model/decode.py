@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.gpt import GPTModel, OutputMatrix
 from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax

@@ -34,10 +34,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from swiftlite.args.fields import MtpLoss
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import ahead
-from swiftlite.errors import UserError
-from swiftlite.heads import Heads
-from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.context_parallel import (

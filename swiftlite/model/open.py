@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import MtpInit, WeightsReport, load_hf
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.mesh import Mesh

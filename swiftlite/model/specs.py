@@ -27,13 +27,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
+from swiftlite.base.drafting import Drafting
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts, Mlp
 from swiftlite.families.vision import Qwen2_5Vision, Qwen3Vision
-from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from swiftlite.base.log import logger
 from swiftlite.bridge.binding import Binding
 from swiftlite.bridge.layers import DecoderLayers
 from swiftlite.data.batch import Batch
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.layers.streamed import StreamedBlock

@@ -11,15 +11,15 @@ from typing import Any
 
 from swiftlite.args.commands import DoctorArgs, ExportArgs
 from swiftlite.args.config import near
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.base.json_file import read_json
 from swiftlite.bridge.hf_config import with_architecture_names
-from swiftlite.errors import UserError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
-from swiftlite.heads import Heads
 from swiftlite.hub.commits import read_commits
 from swiftlite.hub.model import description_of, is_gguf
 from swiftlite.hub.name import model_name, models_in
-from swiftlite.json_file import read_json
 from swiftlite.methods.index import command_of_run
 from swiftlite.methods.method import Method
 

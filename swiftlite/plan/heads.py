@@ -9,10 +9,10 @@ from typing import Any
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
-from swiftlite.conventions.index import CONVENTIONS
+from swiftlite.base.heads import Heads
+from swiftlite.base.lora import HeadsTuner, Lora
 from swiftlite.families import Family
-from swiftlite.heads import Heads
-from swiftlite.lora import HeadsTuner, Lora
+from swiftlite.families.serving.index import CONVENTIONS
 from swiftlite.methods.index import method_of
 from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
 

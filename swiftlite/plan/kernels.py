@@ -12,7 +12,7 @@ from typing import Literal
 
 from swiftlite.args.config import Problem
 from swiftlite.args.fields import KernelArgs, TransformerImpl
-from swiftlite.errors import OptionError
+from swiftlite.base.errors import OptionError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.plan.low_precision import LowPrecision, low_precision_of, precision_problems

@@ -13,9 +13,9 @@ from typing import Literal
 from swiftlite.args.command_line import command_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
+from swiftlite.base.lora import Lora
 from swiftlite.hub import commits
-from swiftlite.lora import Lora
 from swiftlite.methods.index import method_of
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.kernels import Kernels, Machine, choose

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.base.heads import Heads
+from swiftlite.base.lora import Lora, is_adapter
 from swiftlite.families.tower import FROZEN, TrainedParts
 from swiftlite.families.vision import is_aligner_parameter, is_tower_parameter
-from swiftlite.heads import Heads
-from swiftlite.lora import Lora, is_adapter
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from swiftlite.args.commands import ReportArgs
-from swiftlite.atomic import atomic_write
-from swiftlite.errors import UserError, reason_of
-from swiftlite.log import logger
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError, reason_of
+from swiftlite.base.log import logger
 from swiftlite.report.comparison import comparison_page
 from swiftlite.report.page import Page, render
 from swiftlite.report.run_files import read_run

@@ -19,7 +19,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from swiftlite.errors import clip
+from swiftlite.base.errors import clip
 from swiftlite.report.page import Figure, Table
 
 Points = Sequence[tuple[float, float]]

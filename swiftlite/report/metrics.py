@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftlite.json_file import parse_json
-from swiftlite.log import logger
+from swiftlite.base.json_file import parse_json
+from swiftlite.base.log import logger
 
 METRICS_FILE = "metrics.jsonl"
 LOST_SECONDS = "restart/lost_seconds"

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 
 FOLDER = "profile"
 TABLE_SUFFIX = ".operators.json"

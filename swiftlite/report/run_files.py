@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance, read_answers
-from swiftlite.errors import UserError
-from swiftlite.json_file import parse_json, read_json
-from swiftlite.log import logger
-from swiftlite.redact import redact
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import parse_json, read_json
+from swiftlite.base.log import logger
+from swiftlite.base.redact import redact
 from swiftlite.report.metrics import curve, read_metrics
 from swiftlite.report.profiles import read_profiles
 

@@ -10,8 +10,8 @@ from swiftlite.acceptance.report import describe
 from swiftlite.acceptance.thumbnails import read_thumbnail
 from swiftlite.args.command_line import command_line, shell_line
 from swiftlite.args.docs import options
-from swiftlite.atomic import atomic_write
-from swiftlite.errors import clip
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import clip
 from swiftlite.methods.index import command_of_run
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, draw_stacks, number, share
 from swiftlite.report.metrics import LOST_SECONDS, NUM_RESTARTS, REPEATED_STEPS, curve, restarts_in

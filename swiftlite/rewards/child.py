@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swiftlite.errors import UserError, clip
+from swiftlite.base.errors import UserError, clip
 from swiftlite.rewards.load import Completion, LoadedReward, load_rewards, traceback_of
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.runtime.parent import exit_with_parent

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.rewards.code_tests import PATIENCE, code, code_block
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.rewards.workers import map_in_time

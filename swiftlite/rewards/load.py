@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from swiftlite.args.config import near
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.settings import RewardSettings
 

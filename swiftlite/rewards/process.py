@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
 from swiftlite.rewards.load import ARGUMENTS, RewardInfo, read_plugin
 from swiftlite.rewards.settings import RewardSettings

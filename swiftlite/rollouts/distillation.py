@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import GkdArgs, SftArgs
 from swiftlite.args.fields import TruncationStrategy
+from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder, PromptEncoder, encode_prompt
 from swiftlite.data.packing.sampler import Sampler
@@ -25,7 +26,6 @@ from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.engine import Engine, Sampling
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.plan.distillation import is_on_policy, on_policy_steps, teacher_layout
 from swiftlite.rollouts.draw import draw

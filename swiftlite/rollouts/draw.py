@@ -10,12 +10,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.rows.prompt import COLUMNS, OMITTED, TURNS
 from swiftlite.data.sample import Sample
 from swiftlite.engines.engine import Completion, Engine, Sampling
 from swiftlite.engines.prompts import prompt_of
-from swiftlite.errors import UserError
-from swiftlite.log import logger
 from swiftlite.rewards.advantages import Advantages, AdvantageSettings, compute_advantages
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rollouts.generation import Generation, image_files

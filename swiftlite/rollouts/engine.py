@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.rl_fields import CompletionArgs
+from swiftlite.base.log import logger
 from swiftlite.data.dataset import Data
 from swiftlite.data.image_inputs import images_of
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
-from swiftlite.log import logger
 from swiftlite.rollouts.servers import Requirements, RolloutServers, check_responding
 from swiftlite.rollouts.stored import on_first_rank, raise_if
 from swiftlite.train.live_weights import LiveWeights

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.base.heads import Heads
 from swiftlite.data.sample import Sample
-from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.distillation import teacher_layout
 from swiftlite.rollouts.log_probabilities import token_log_probabilities

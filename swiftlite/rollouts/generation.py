@@ -18,10 +18,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
 from swiftlite.data.image_inputs import images_of, with_images_of
 from swiftlite.data.sample import IGNORED, Sample
-from swiftlite.errors import UserError
 from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, TEACHER
 
 VERSION = 1

@@ -8,8 +8,8 @@ completions; otherwise it draws them again.
 import hashlib
 
 from swiftlite.args.resume import CHANGEABLE
+from swiftlite.base.log import logger
 from swiftlite.hub.digest import digest_of_model
-from swiftlite.log import logger
 from swiftlite.rollouts.generation import Generation
 from swiftlite.runtime.agreement import digest
 from swiftlite.train.phases import Run

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
-from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
-from swiftlite.log import logger
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts, send_weights
 from swiftlite.rollouts.frozen import FrozenPolicy

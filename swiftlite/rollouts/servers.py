@@ -18,6 +18,8 @@ import aiohttp
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.bridge.binding import compare_shapes
 from swiftlite.bridge.rows import Shape, shapes_of
 from swiftlite.bridge.tensors import some
@@ -26,9 +28,7 @@ from swiftlite.engines.loading.weight_update import Bucket
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_transport import own_gpu
 from swiftlite.engines.vllm.served import LostServer, ServedVllm, cancel_all, is_responding
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
 
 SECONDS_BETWEEN_CHECKS = 15
 """Seconds between two checks of a server during a generation. vLLM takes longer to restart, so every restart is found:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.answers import token_texts
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.image_inputs import images_of
 from swiftlite.data.sample import Sample
-from swiftlite.errors import UserError
-from swiftlite.log import logger
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.report.run_files import NUM_ROLLOUTS
 from swiftlite.rollouts.generation import Generation

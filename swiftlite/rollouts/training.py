@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import GrpoArgs, SftArgs
 from swiftlite.args.rl_fields import CompletionArgs
-from swiftlite.atomic import check_writable
+from swiftlite.base.atomic import check_writable
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder, PromptEncoder
 from swiftlite.data.rows.prompt import parse_prompt

@@ -22,7 +22,7 @@ from swiftlite.args.commands import (
     SpeedupArgs,
 )
 from swiftlite.args.config import Problem
-from swiftlite.errors import OptionError
+from swiftlite.base.errors import OptionError
 from swiftlite.families.index import impossible_values
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import config_directory, read_facts

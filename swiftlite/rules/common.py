@@ -16,12 +16,12 @@ from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportA
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import DATA_SUFFIXES, is_number_of_rows, split_sample
 from swiftlite.args.docs import options
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads, depth_key
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.rows.hub_rows import commit_of_dataset
-from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
-from swiftlite.heads import Heads, depth_key
 from swiftlite.hub.name import dataset_name, model_name
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
 from swiftlite.plan.heads import heads_of

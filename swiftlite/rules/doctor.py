@@ -9,14 +9,14 @@ from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.args.fields import RecomputeArgs
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
-from swiftlite.errors import UserError
-from swiftlite.estimate.gpus import GPUS
-from swiftlite.estimate.setup import planned_kernels, planned_setup
 from swiftlite.families.index import image_sizes
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
+from swiftlite.plan.cost.gpus import GPUS
+from swiftlite.plan.cost.setup import planned_kernels, planned_setup
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.kernels import Machine, kernel_problems
 from swiftlite.plan.layout import instances_problems, layout_of, layout_problems, process_problems

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 
 def digest(value: Any) -> str:

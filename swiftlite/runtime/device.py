@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftlite.errors import UserError
-from swiftlite.estimate.gpus import gpu_named
+from swiftlite.base.errors import UserError
+from swiftlite.plan.cost.gpus import gpu_named
 
 
 @dataclass(frozen=True)

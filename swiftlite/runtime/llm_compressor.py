@@ -16,8 +16,8 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from swiftlite.errors import UserError
-from swiftlite.log import write_line
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import write_line
 from swiftlite.runtime.parent import exit_with_parent
 
 RELEASE = "0.14.0.1"

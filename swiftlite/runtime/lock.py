@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from swiftlite.errors import UserError
-from swiftlite.log import logger
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 
 LOCK_FILE = ".lock"
 

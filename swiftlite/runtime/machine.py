@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 Result = TypeVar("Result")
 LONGEST = timedelta(days=30)

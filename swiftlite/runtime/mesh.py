@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.errors import OptionError
+from swiftlite.base.errors import OptionError
 from swiftlite.plan.layout import mtp_pipeline_rank, num_virtual_stages, process_problems
 from swiftlite.runtime import megatron_fixes
 from swiftlite.runtime.device import Device

@@ -9,8 +9,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swiftlite.errors import UserError
-from swiftlite.json_file import read_json
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
 
 # Environment variable with the path of the record; unset without --max_restarts.
 FILE = "SWIFTLITE_PROGRESS_FILE"

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from swiftlite.base.log import logger
 from swiftlite.bridge.adapters.files import read_adapter
 from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
 

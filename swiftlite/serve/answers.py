@@ -17,16 +17,16 @@ from typing import Any, Self, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from swiftlite.args.commands import GenerationCommand
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import parse_json, read_json
+from swiftlite.base.log import logger
+from swiftlite.base.redact import redact
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.prompts import ImagePrompt
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.digest import digest_of_model
-from swiftlite.json_file import parse_json, read_json
-from swiftlite.log import logger
-from swiftlite.redact import redact
 
 Record = TypeVar("Record")
 

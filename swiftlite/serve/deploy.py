@@ -11,14 +11,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from swiftlite.args.commands import DeployArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.request_log.log_file import LogFile
 from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
 from swiftlite.engines.server_command import ServerCommand
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
 
 
 def run(args: DeployArgs) -> None:

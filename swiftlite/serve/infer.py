@@ -20,7 +20,9 @@ from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.data_file import split_sample
 from swiftlite.args.fields import WITH_HEADS
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import load_tokenizer, stop_token_ids
@@ -30,9 +32,7 @@ from swiftlite.engines.interrupt import Terminated, raises_at_sigterm
 from swiftlite.engines.ngram import ngrams_of
 from swiftlite.engines.prompts import PromptEncoder, most_images, needed_length
 from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
 from swiftlite.serve.adapters import with_adapters
 from swiftlite.serve.answers import AnswersFile, as_line, describe
 

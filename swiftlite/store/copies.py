@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swiftlite.errors import UserError
-from swiftlite.log import logger
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.store.objects import ObjectStore, StoreError, url_of
 from swiftlite.store.retention import delete_oldest

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 SCHEMES = ("s3", "gs", "az", "abfs", "file")
 PACKAGE = "obstore"

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from swiftlite.log import logger
+from swiftlite.base.log import logger
 from swiftlite.plan.facts import run_checkpoints
 
 

@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from swiftlite.atomic import atomic_write, fsync_tree, sync
-from swiftlite.errors import UserError
-from swiftlite.json_file import parse_json
-from swiftlite.log import logger
+from swiftlite.base.atomic import atomic_write, fsync_tree, sync
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import parse_json
+from swiftlite.base.log import logger
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.lock import holder_of
 from swiftlite.store.manifest import MANIFEST_FILE, read_manifest

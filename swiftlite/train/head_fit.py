@@ -42,12 +42,12 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from swiftlite.base.log import logger
 from swiftlite.data.batch import Batch
 from swiftlite.data.changed_samples import lengths_of
 from swiftlite.data.sample import Sample
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
-from swiftlite.log import logger
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel

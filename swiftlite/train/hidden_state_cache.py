@@ -28,15 +28,15 @@ from megatron.core.utils import unwrap_model
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from swiftlite.atomic import atomic_write, check_writable, delete_incomplete
+from swiftlite.base.atomic import atomic_write, check_writable, delete_incomplete
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 from swiftlite.bridge.hf_config import digest_of_trunk
 from swiftlite.data.batch import AXES, ITEM, Batch, count_items
 from swiftlite.data.dataset import Data
 from swiftlite.data.sample import Sample, digest
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.loss.losses import TokenLoss

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
 from swiftlite.data.dataset import Data
 from swiftlite.data.image_inputs import PATCHES
 

@@ -17,15 +17,15 @@ from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import write_config
 from swiftlite.args.data_file import split_sample
+from swiftlite.base.errors import UserError, reason_of
+from swiftlite.base.log import logger
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder
-from swiftlite.errors import UserError, reason_of
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.commits import check_commits, write_commits
 from swiftlite.hub.name import hub_names
-from swiftlite.log import logger
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of

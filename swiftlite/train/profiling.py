@@ -12,9 +12,9 @@ from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
 from swiftlite.args.fields import ProfilingArgs
-from swiftlite.atomic import atomic_write, sync
-from swiftlite.errors import reason_of
-from swiftlite.log import logger
+from swiftlite.base.atomic import atomic_write, sync
+from swiftlite.base.errors import reason_of
+from swiftlite.base.log import logger
 from swiftlite.report.profiles import FOLDER, TABLE_SUFFIX
 
 NUM_OPERATORS = 20

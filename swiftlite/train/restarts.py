@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from swiftlite.log import logger
+from swiftlite.base.log import logger
 from swiftlite.report.metrics import LOST_SECONDS, NUM_RESTARTS, REPEATED_STEPS
 from swiftlite.runtime.progress import Progress, num_restarts, progress_file, read_progress
 

@@ -20,6 +20,9 @@ from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import ProfilingArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
+from swiftlite.base.redact import redact
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
@@ -31,18 +34,15 @@ from swiftlite.data.packing.stream import Readers, Stream
 from swiftlite.data.rows.conversation import BadRow
 from swiftlite.data.rows.sources import DataFile, check_row
 from swiftlite.data.template import load_tokenizer
-from swiftlite.errors import UserError
-from swiftlite.estimate.flops import training_flops
 from swiftlite.families.resolved import HfModel, resolve_options
-from swiftlite.log import logger
 from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable
+from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule, make_plan, make_schedule, nsys_line
 from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
-from swiftlite.redact import redact
 from swiftlite.runtime.malloc import return_large_blocks
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.runtime.progress import check_launcher, num_restarts

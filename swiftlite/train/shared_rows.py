@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.row_cache import FLAG, RowCache
-from swiftlite.errors import UserError
 from swiftlite.runtime.machine import this_machine
 
 

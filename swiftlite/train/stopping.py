@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from swiftlite.log import logger
+from swiftlite.base.log import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -10,12 +10,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import depth_key
+from swiftlite.base.log import logger
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.batch import Batch
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import depth_key
-from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters
 from swiftlite.model.open import open_model

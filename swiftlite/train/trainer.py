@@ -15,8 +15,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.batch import Batch
-from swiftlite.errors import UserError
 from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
 from swiftlite.plan.run import Plan, Schedule

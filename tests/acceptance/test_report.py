@@ -13,7 +13,7 @@ from swiftlite.acceptance.report import (
     read_answers,
     read_summary,
 )
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from tests.messages import mention_each
 
 COUNTS = DraftCounts(drafts=4, drafted=8, accepted_per_position=(3, 1))

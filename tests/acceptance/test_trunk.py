@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.acceptance.teacher_forced import measure_rows
 from swiftlite.data.sample import Sample
-from swiftlite.evaluate.evaluation_rows import load_rows
-from swiftlite.evaluate.trunks import have_same_tokens, trunk_of, trunk_section, trunk_table
 from swiftlite.families.resolved import resolve
+from swiftlite.serve.evaluate.evaluation_rows import load_rows
+from swiftlite.serve.evaluate.trunks import have_same_tokens, trunk_of, trunk_section, trunk_table
 from tests.messages import has_line
 from tests.tiny import make_tiny_hf
 

@@ -11,9 +11,9 @@ import yaml
 from swiftlite.args.commands import BenchArgs, DeployArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import convert, from_config, near, read_file, write_config
 from swiftlite.args.docs import options
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import commands
-from swiftlite.errors import OptionError, UserError
 from swiftlite.methods.index import command_of_run
 from tests.messages import mention_each, mentions, naming
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.adapters.files import read_adapter
-from swiftlite.errors import UserError
 from tests.messages import naming
 
 MODULE = "model.layers.0.self_attn.q_proj"

@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.binding import Shard, bind
 from swiftlite.bridge.join import GATE_UP, Interleave, Join, PadEnd, SwapHalves
 from swiftlite.bridge.rows import Row
-from swiftlite.errors import UserError
 from tests.messages import has_line, mentions, naming
 
 ROWS = [

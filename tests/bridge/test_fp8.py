@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save_file
 
 from swiftlite import families
+from swiftlite.base.errors import UserError
 from swiftlite.bridge import tensors as files
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.encoding.fp8 import Fp8
 from swiftlite.bridge.hf_config import quantization_change, read_config, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
-from swiftlite.errors import UserError
 from tests.bridge.test_transfer import build, load, read_all, refusal, save, tensors_of
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import REMOVE, dtype_change, patch, read_config, write_patched
-from swiftlite.errors import UserError
 from tests.messages import naming
 
 TEXT = """{

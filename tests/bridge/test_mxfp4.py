@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint, describe
-from swiftlite.errors import UserError
 from tests.bridge.test_transfer import assert_same_tensors, build, load, read_all, save
 from tests.messages import naming
 from tests.tiny import make_tiny_hf

@@ -11,9 +11,9 @@ import torch
 from megatron.core.transformer import TransformerLayer
 
 from swiftlite import families
+from swiftlite.base.heads import Heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.compat import MTP_INNER_LAYER

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge import tensors as files
 from swiftlite.bridge.encoding.compressed_tensors import WeightArgs, WritableBlocks
 from swiftlite.bridge.encoding.encoding import WritableEncoding
@@ -18,7 +19,6 @@ from swiftlite.bridge.encoding.fp8 import WritableFp8
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe
-from swiftlite.errors import UserError
 from tests.messages import naming
 from tests.tiers import some_of
 

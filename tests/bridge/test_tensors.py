@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge import tensors
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe, scan
-from swiftlite.errors import UserError
 from tests.messages import has_line, mentions, naming
 
 TENSORS = {

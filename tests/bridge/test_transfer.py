@@ -11,13 +11,13 @@ from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file, save_file
 
 from swiftlite import families
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.placement import global_name
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import WeightsReport, load_hf, save_hf, stream_hf
-from swiftlite.errors import UserError
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.messages import has_line, mentions, naming

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.tensors import describe
-from swiftlite.errors import UserError
 from tests.bridge.test_transfer import build, load, read_all, save
 from tests.messages import has_line, mentions
 from tests.tiny import make_tiny_hf

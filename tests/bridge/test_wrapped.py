@@ -13,11 +13,11 @@ from transformers import AutoModelForImageTextToText
 
 from swiftlite import families
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config, write_patched
 from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.train.checkpoint.source import CARRIED_FILE

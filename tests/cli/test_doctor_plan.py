@@ -8,8 +8,8 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.cli import doctor
-from swiftlite.errors import OptionError, UserError
 from tests.messages import mention_each, mentions, naming
 
 QWEN3_8B = {

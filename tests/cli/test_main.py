@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.cli import failure, table
+from swiftlite.base.errors import UserError
+from swiftlite.cli import table
 from swiftlite.cli.main import main
 from swiftlite.cli.table import commands
-from swiftlite.errors import UserError
+from swiftlite.launch import failure
 from tests.messages import has_line, mention_each, mentions
 from tests.rules.good import SIZES
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.cli.parse import parse
-from swiftlite.errors import OptionError, UserError
 from tests.messages import mention_each, mentions, naming
 
 

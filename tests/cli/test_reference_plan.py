@@ -6,8 +6,8 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.base.errors import OptionError
 from swiftlite.cli import doctor
-from swiftlite.errors import OptionError
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
 from tests.messages import mentions
 

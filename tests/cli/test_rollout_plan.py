@@ -9,12 +9,12 @@ from safetensors.numpy import load_file
 
 from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.errors import OptionError
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.rollout_memory import estimate_rollouts, rollout_flops
-from swiftlite.estimate.setup import Setup, planned_setup
+from swiftlite.base.errors import OptionError
+from swiftlite.base.heads import Heads
 from swiftlite.families.index import architecture_of
-from swiftlite.heads import Heads
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
+from swiftlite.plan.cost.setup import Setup, planned_setup
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
 from tests.cli.test_reference_plan import lines_of
 from tests.messages import mentions, naming

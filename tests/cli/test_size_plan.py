@@ -6,11 +6,11 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.base.errors import OptionError
 from swiftlite.cli import doctor
 from swiftlite.cli.size_plan import KINDS, QWEN3, sizes
-from swiftlite.errors import OptionError
-from swiftlite.estimate.memory import estimate, usable_bytes
-from swiftlite.estimate.setup import Setup
+from swiftlite.plan.cost.memory import estimate, usable_bytes
+from swiftlite.plan.cost.setup import Setup
 from tests.messages import naming
 
 PUBLISHED = {

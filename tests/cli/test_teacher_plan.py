@@ -9,9 +9,9 @@ from safetensors.numpy import load_file
 
 from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.errors import OptionError
-from swiftlite.estimate.setup import planned_setup
-from swiftlite.estimate.teacher_memory import teacher_weights
+from swiftlite.base.errors import OptionError
+from swiftlite.plan.cost.setup import planned_setup
+from swiftlite.plan.cost.teacher_memory import teacher_weights
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
 from tests.cli.test_reference_plan import lines_of
 from tests.messages import mentions, naming

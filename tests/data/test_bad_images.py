@@ -16,6 +16,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 from transformers import PreTrainedTokenizerFast
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.images import MAX_PIXELS, read_image
@@ -23,7 +24,6 @@ from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.rows.image_parts import RowImage
 from swiftlite.data.rows.row_error import RowError
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
 from tests.data.images import VISION, encoded, make_image_encoder, noise, with_vision, writer
 from tests.data.templates import train_bytes
 from tests.messages import mentions

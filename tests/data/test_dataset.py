@@ -3,13 +3,13 @@ import json
 import numpy as np
 import pytest
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.dataset import load_prompts, load_train_val, split
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
-from swiftlite.log import logger
 from tests.data.templates import CHATML, MISTRAL
 from tests.messages import has_line, mention_each, mentions, naming
 

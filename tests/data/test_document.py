@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from swiftlite.args.fields import TruncationStrategy
+from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import DocumentEncoder, split
 from swiftlite.data.rows.conversation import BadRow
 from swiftlite.data.rows.document import parse_document
 from swiftlite.data.rows.sources import check_row
 from swiftlite.data.sample import IGNORED, make_sample
-from swiftlite.errors import UserError
 from tests.messages import mentions, naming
 
 TEXT = "Best fit takes the fullest row that still has room. " * 3

@@ -20,6 +20,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.batch import AXES, ITEM, collate, collate_packed
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder
@@ -30,7 +31,6 @@ from swiftlite.data.rows.pair import parse_pair
 from swiftlite.data.rows.rated import mismatch, parse_rated
 from swiftlite.data.sample import Sample, digest
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
 from tests.data.images import (
     THINKING,
     TOKENS,

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.images import MAX_PIXELS, decode, read_image
 from swiftlite.data.rows.image_parts import RowImage
 from swiftlite.data.rows.row_error import RowError
-from swiftlite.errors import UserError
 from tests.data.images import encoded, noise, writer
 from tests.messages import mentions
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
 from swiftlite.data.sample import digest
-from swiftlite.errors import UserError
 from tests.messages import mentions, naming
 
 FLAG = "--sft_mock_dataset_config_json"

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.packing.packing import PackedRows, RowStream, StreamSample, pack, padded
-from swiftlite.errors import UserError
 from tests.messages import mentions
 
 

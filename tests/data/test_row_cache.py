@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import parse_json
 from swiftlite.data import encoded_rows, row_cache
 from swiftlite.data.changed_samples import lengths_of
 from swiftlite.data.dataset import load_train_val
@@ -22,8 +24,6 @@ from swiftlite.data.rows.rated import parse_rated
 from swiftlite.data.rows.sources import find_rows
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
-from swiftlite.json_file import parse_json
 from tests.data.templates import CHATML
 from tests.messages import mentions
 

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.conversation import RowError, parse_row
 from swiftlite.data.sandbox import run_templates_unbounded, running_the_template
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
 from tests.data.templates import CHATML
 from tests.messages import naming
 

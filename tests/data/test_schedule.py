@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.packing.packing import padded
 from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule
-from swiftlite.errors import UserError
 
 
 def lognormal(number: int, mean: float, longest: int) -> np.ndarray:

@@ -5,8 +5,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.sources import find_rows, read_rows
-from swiftlite.errors import UserError
 from tests.messages import mention_each, mentions, naming
 
 ROWS = [{"query": f"q{i}", "response": f"a{i}"} for i in range(4)]

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from swiftlite.args.fields import TruncationStrategy
+from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.packing.packing import RowStream, StreamSample
@@ -18,7 +19,6 @@ from swiftlite.data.packing.stream import CHUNK_ROWS, CHUNKS_AHEAD, Readers, Str
 from swiftlite.data.rows.sources import DataFile
 from swiftlite.data.sample import Sample, digest
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
 from tests.data.templates import CHATML
 from tests.messages import mention_each, mentions, naming
 

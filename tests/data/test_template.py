@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.conversation import RowError, parse_row
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
-from swiftlite.errors import UserError
 from tests.data.templates import ALPACA, CHATML, CHATML_GENERATION, GLM, LLAMA3, MISTRAL, OPEN_THINK, QWEN3, R1
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_tokenizer

@@ -2,10 +2,10 @@
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate
 from swiftlite.data.user_turn import UserTurn
-from swiftlite.errors import UserError
 from tests.data.templates import ALPACA, CHATML, CHATML_GENERATION, GLM, LLAMA3, MISTRAL, OPEN_THINK, QWEN3, R1
 from tests.messages import mentions
 

@@ -14,9 +14,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
 from swiftlite.train import run as training
 from swiftlite.train.live_weights import LiveWeights
 from tests.e2e import sglang_forks

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from swiftlite.base.errors import UserError
 from swiftlite.cli.main import main
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
 from tests.e2e import sglang_forks
 from tests.weights_of import trunk_and_heads
 

@@ -16,7 +16,7 @@ import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import DeployArgs
-from swiftlite.bench.measure import connect, generate_all
+from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, read_adapter, write_adapter
 from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.client import Answer
@@ -24,8 +24,8 @@ from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.vllm.metrics import read_metrics
-from swiftlite.lora import Lora
 from swiftlite.serve import deploy
+from swiftlite.serve.bench.measure import connect, generate_all
 from tests.engines.reference import Reference, write_trained
 from tests.stand_ins import forking_vllm_environment
 from tests.tiny import make_tiny_tokenizer

@@ -29,13 +29,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
-from swiftlite.heads.drafting import Drafting
 from tests import torchvision_here
 from tests.e2e.conftest import Commands
 from tests.e2e.draft_logits import LOGIT_TOLERANCE, compare_draft_logits

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
 from tests.e2e.conftest import Commands
 from tests.engines.reference import Reference, convention
 from tests.messages import mentions

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.args.fields import ImageArgs
-from swiftlite.bench.measure import connect, generate_all
 from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
@@ -23,6 +22,7 @@ from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder, mo
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.families.resolved import resolve
 from swiftlite.serve import deploy
+from swiftlite.serve.bench.measure import connect, generate_all
 from tests import torchvision_here
 from tests.data.images import data_uri, noise
 from tests.images import add_processors_of_engines, make_vision_hf_with_tokenizer

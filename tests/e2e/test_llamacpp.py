@@ -14,14 +14,14 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from swiftlite.args.fields import WITH_HEADS
-from swiftlite.bench.measure import connect, generate_all
-from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.llamacpp.client import request_of
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.llamacpp.server import TEXT_TOKENS
 from swiftlite.engines.ngram import Ngrams, ngrams_of
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.families.serving.llamacpp import ARCHITECTURES
+from swiftlite.serve.bench.measure import connect, generate_all
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import TEMPERATURE, joint_distribution
 from tests.engines.llamacpp_reference import Request, from_text, requests

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import Completion, Sampling
 from swiftlite.engines.vllm.served import ServedVllm
-from swiftlite.errors import UserError
 from tests.e2e.test_engines import expected_counts, get, running, wait_for_health
 from tests.engines.reference import Reference, convention, follow
 from tests.gpu_links.gpu_links import install

@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bench.measure import connect, generate_all
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server.process import serve
 from swiftlite.engines.server_command import ServerCommand
+from swiftlite.serve.bench.measure import connect, generate_all
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
 from tests.messages import answers_equal, mentions
 from tests.stand_ins import sglang_environment

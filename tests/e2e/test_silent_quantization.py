@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.conventions.quantized import head_modules
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.families.serving.quantized import head_modules
 from tests.e2e import vllm_here
 from tests.e2e.conftest import Commands
 from tests.engines.quantized_lists import change_quantization, list_plain, list_trunk

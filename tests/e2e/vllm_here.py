@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import most_images
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
 from tests.forked import Host
 from tests.vllm_forks import vllm_forks
 from tests.weights_of import trunk_and_heads

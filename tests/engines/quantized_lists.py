@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.conventions.quantized import with_heads_kept
 from swiftlite.engines.quantized_heads import quantized_modules
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.families.serving.quantized import with_heads_kept
 
 EXPERTS = "re:.*[.]experts[.].*"
 """An entry of `ignore` for the projections of all experts, in trunk and heads."""

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from swiftlite.conventions.convention import Convention
+from swiftlite.base.drafting import Drafting
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES
-from swiftlite.heads.drafting import Drafting
+from swiftlite.families.serving.convention import Convention
 from tests.tiny import (
     DSA,
     HEADS_WITH_COPIES,

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from swiftlite.bench.measure import connect
 from swiftlite.engines.engine import Sampling
+from swiftlite.serve.bench.measure import connect
 
 SAMPLING = Sampling(7, temperature=0.5, stop_token_ids=(2, 3))
 

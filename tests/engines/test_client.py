@@ -3,8 +3,8 @@
 import pytest
 from aiohttp import web
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.client import Answer
-from swiftlite.errors import UserError
 from tests.engines.small_server import streamed, with_server
 
 

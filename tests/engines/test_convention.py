@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from swiftlite.conventions.convention import Convention
-from swiftlite.conventions.index import CONVENTIONS
+from swiftlite.base.errors import UserError
 from swiftlite.engines.index import ENGINES
-from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
+from swiftlite.families.serving.convention import Convention
+from swiftlite.families.serving.index import CONVENTIONS
 from tests.messages import naming
 from tests.tiny import CANNOT_DRAFT
 
@@ -25,7 +25,9 @@ def test_every_family_has_a_line(engine, family):
             ENGINES[engine].convention_for(FAMILIES[family])
         return
     known = CONVENTIONS[engine](FAMILIES[family])
-    assert known is not None, f"add {family} to swiftlite/conventions/{engine}.py, or to CANNOT_DRAFT in tests/tiny.py"
+    assert known is not None, (
+        f"add {family} to swiftlite/families/serving/{engine}.py, or to CANNOT_DRAFT in tests/tiny.py"
+    )
     assert known.draft
 
 
@@ -35,7 +37,7 @@ def test_a_family_that_nobody_has_measured(engine):
     new = replace(FAMILIES["qwen3"], name="new")
     with pytest.raises(UserError, match=naming(f"{info.label} {new.name}")) as error:
         info.convention_for(new)
-    assert f"swiftlite.conventions.{engine}" in error.value.hint
+    assert f"swiftlite.families.serving.{engine}" in error.value.hint
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.devices import on_devices
-from swiftlite.errors import UserError
 from tests.messages import naming
 
 SEEN = [sys.executable, "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), end='')"]

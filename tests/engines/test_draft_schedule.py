@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule, read_schedule, schedule_of
-from swiftlite.errors import UserError
 from tests.messages import naming
 
 

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.conventions.built import head_problems
-from swiftlite.conventions.quantized import METHODS, unlisted_engines, with_heads_kept
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.quantized_heads import (
     check_quantized_heads,
@@ -22,7 +21,8 @@ from swiftlite.engines.quantized_heads import (
     unsupported_engines,
 )
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
+from swiftlite.families.serving.built import head_problems
+from swiftlite.families.serving.quantized import METHODS, unlisted_engines, with_heads_kept
 from tests.engines.quantized_lists import change_quantization, list_plain, list_trunk
 from tests.messages import naming
 from tests.quantized import linear_modules, quantize_hf

@@ -8,10 +8,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads, resolve_served
-from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from tests.messages import mentions, naming
 from tests.tiny import CLASSES, make_tiny_hf

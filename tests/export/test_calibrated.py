@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.errors import UserError
 from swiftlite.export import calibrated
 from swiftlite.export.quantization import matrices_of
 from swiftlite.export.run import quantize_model

@@ -10,11 +10,11 @@ from huggingface_hub import ModelCard
 
 from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.args.config import write_config
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.export.card import model_card
 from swiftlite.export.provenance import Provenance, provenance_of
 from swiftlite.export.run import to_gguf, to_hf, to_mcore
-from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
 from tests.llamacpp_here import needs_llamacpp
 from tests.messages import has_line, naming

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.teacher_forced import measure_rows, teacher_forced
 from swiftlite.args.commands import ExportArgs
-from swiftlite.errors import UserError
-from swiftlite.evaluate.evaluation_rows import load_rows
+from swiftlite.base.errors import UserError
 from swiftlite.export.gate import check_quality
 from swiftlite.export.run import quantize_model, to_hf, to_mcore
 from swiftlite.families.resolved import resolve
+from swiftlite.serve.evaluate.evaluation_rows import load_rows
 from tests.messages import has_line, naming
 from tests.tiny import make_tiny_hf
 

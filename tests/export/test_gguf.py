@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.export import gguf
 from swiftlite.export.run import to_gguf, to_mcore
 from swiftlite.families.resolved import resolve

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.image_inputs import ImageProcessing
 from swiftlite.data.image_sizes import ImageSizes
-from swiftlite.errors import UserError
 from swiftlite.export.image_bounds import PREPROCESSOR, write_image_bounds
 from tests.data.images import make_processor
 from tests.messages import naming

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.args.config import write_config
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import save_hf
 from swiftlite.data.template import load_tokenizer
-from swiftlite.errors import UserError
 from swiftlite.export.run import run, to_hf, to_mcore
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of

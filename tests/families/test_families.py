@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedConfig
 
 from swiftlite import families
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.join import SwapHalves
-from swiftlite.errors import UserError
 from swiftlite.families import dense, index
 from tests.messages import mentions, naming
 from tests.tiny import (

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from swiftlite.args.commands import DpoArgs
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve, resolve_options
 from tests.messages import naming

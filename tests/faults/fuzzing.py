@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 EXAMPLES = int(os.environ.get("SWIFTLITE_FUZZ_EXAMPLES", "15"))
 """Number of examples of each test; the default takes about a second. For a search for defects, use thousands

@@ -18,10 +18,10 @@ from swiftlite.args.commands import DoctorArgs
 from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint, scan
-from swiftlite.estimate import memory
-from swiftlite.estimate.setup import planned_setup
 from swiftlite.families.index import FAMILIES
 from swiftlite.model.attention.rope import RotaryEmbedding
+from swiftlite.plan.cost import memory
+from swiftlite.plan.cost.setup import planned_setup
 from swiftlite.plan.facts import read_hf_config
 from tests.faults.fuzzing import answer, damaged, fuzz, junk, scalars
 from tests.messages import mentions

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
+from swiftlite.base.errors import UserError
 from swiftlite.cli.main import main
 from swiftlite.engines.llamacpp.dry_load import report_of
 from swiftlite.engines.llamacpp.program import program
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.examine import Examined, examine
 from swiftlite.gguf.write import write_gguf

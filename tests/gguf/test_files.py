@@ -8,9 +8,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import load_file, save_file
 
-from swiftlite.conventions.llamacpp import ARCHITECTURES
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.families.resolved import resolve
+from swiftlite.families.serving.llamacpp import ARCHITECTURES
 from swiftlite.gguf.metadata import EXACT
 from swiftlite.gguf.read import GgufFile
 from swiftlite.gguf.write import write_gguf

@@ -8,11 +8,11 @@ import torch
 from gguf import GGUFReader
 from tokenizers import Tokenizer
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.audit import audit_hf
-from swiftlite.conventions.llamacpp import ARCHITECTURES
 from swiftlite.engines.llamacpp.check import TEXTS
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
+from swiftlite.families.serving.llamacpp import ARCHITECTURES
 from swiftlite.gguf.foreign import Metadata, tokenizer_files
 from swiftlite.gguf.read import GgufFile
 from swiftlite.gguf.tokenizer import PRE_TOKENIZERS, expressions_of

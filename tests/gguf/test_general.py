@@ -7,7 +7,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter, Metadata
 from safetensors.torch import load_file
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.write import write_gguf
 from tests.messages import naming

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from gguf import SpecialVocab
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.engines.llamacpp import check
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.read import GgufFile
 from swiftlite.gguf.tokenizer import tokenizer_metadata

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.gguf.tokenizer import PRE_TOKENIZERS, other_tokens, tokenizer_metadata
 from tests.messages import naming
 

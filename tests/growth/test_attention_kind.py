@@ -23,22 +23,22 @@ from swiftlite import families, rules
 from swiftlite.acceptance import greedy
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.errors import OptionError, UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.rows import Row
-from swiftlite.errors import OptionError, UserError
-from swiftlite.estimate.flops import training_flops
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import Setup
 from swiftlite.families import dense
 from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model import specs
 from swiftlite.model.layers.kernels import Modules
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
 from swiftlite.model.open import open_model
+from swiftlite.plan.cost.flops import training_flops
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import Setup
 from swiftlite.runtime.distributed import session
 from swiftlite.train import run as training
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back

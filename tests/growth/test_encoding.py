@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge import tensors as files
 from swiftlite.bridge.encoding.encoding import EncodedTensor, Format, WritableEncoding
 from swiftlite.bridge.encoding.index import FORMATS
@@ -25,8 +27,6 @@ from swiftlite.bridge.entry import Box, Entry
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
 from swiftlite.bridge.transfer import load_hf, save_hf
-from swiftlite.errors import UserError
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from tests.growth.unheard import there_and_back

@@ -26,8 +26,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import DeployArgs
+from swiftlite.base.errors import UserError
 from swiftlite.cli.main import main
-from swiftlite.conventions.convention import Convention
 from swiftlite.engines.client import Answer, stream
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, start_engine
@@ -38,9 +38,9 @@ from swiftlite.engines.served_model import require_heads, resolve_served
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.engines.transformers.engine import load_trunk
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
-from swiftlite.errors import UserError
 from swiftlite.families import Family
 from swiftlite.families.resolved import HfModel
+from swiftlite.families.serving.convention import Convention
 from tests.engines.reference import Reference, write_trained
 from tests.messages import answers_equal, has_line, mentions
 from tests.tiny import make_tiny_tokenizer

@@ -20,14 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 from swiftlite import families, rules
 from swiftlite.args.commands import InferArgs, SftArgs
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.errors import OptionError
-from swiftlite.estimate.flops import training_flops
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import Setup
+from swiftlite.base.errors import OptionError
+from swiftlite.base.heads import Heads
 from swiftlite.families import Family, dense
 from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
-from swiftlite.heads import Heads
+from swiftlite.plan.cost.flops import training_flops
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import Setup
 from swiftlite.serve import infer
 from swiftlite.train import run as training
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back

@@ -15,10 +15,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import ahead
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import shard_sequence, unshard_sequence
 from swiftlite.model.gpt import GPTModel, Logits

@@ -19,13 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.heads import Heads
 from swiftlite.cli.main import main
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.data.encoder import ConversationEncoder, Encoder
 from swiftlite.data.rows.conversation import Conversation, RowError, parse_row
 from swiftlite.data.template import ChatTemplate
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
 from swiftlite.methods.index import METHODS
 from swiftlite.methods.method import Lines, Method
 from swiftlite.model.forward import forward

@@ -22,16 +22,16 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.estimate.flops import training_flops
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import Losses
 from swiftlite.model.open import open_model
 from swiftlite.model.pipeline import ForwardStep
+from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh

@@ -30,15 +30,13 @@ from swiftlite import families
 from swiftlite.acceptance import greedy
 from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.rows import Row
 from swiftlite.data.batch import AXES, ITEM, Batch, Extra, collate, collate_packed
 from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder
 from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
-from swiftlite.errors import UserError
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import Setup
 from swiftlite.families.family import HfConfig
 from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.rank import ParameterCount, Rank
@@ -51,6 +49,8 @@ from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.open import open_model
 from swiftlite.model.tower import TowerInputs
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import Setup
 from swiftlite.train import run as training
 from swiftlite.train.methods.next_token import next_token_objective
 from swiftlite.train.methods.training import Training

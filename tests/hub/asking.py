@@ -13,7 +13,7 @@ from tests.hub.server import Hub, environment
 CALLS = """
 import json, sys
 from pkgutil import resolve_name
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 for function, *arguments in json.loads(sys.stdin.read()):
     try:

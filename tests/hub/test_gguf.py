@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
-from swiftlite.errors import OptionError, UserError
 from swiftlite.families.resolved import resolve
 from swiftlite.hub.model import description_of, local_model
 from swiftlite.rules import check

@@ -159,7 +159,7 @@ def test_a_full_disk(hub, tmp_path):
 
 
 def test_commits_are_kept_beside_a_run(tmp_path, monkeypatch):
-    from swiftlite.errors import UserError
+    from swiftlite.base.errors import UserError
     from swiftlite.hub.name import HubName
 
     monkeypatch.setenv(commits.VARIABLE, "{}")

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families import index
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.layers.router import TopKRouter, take_load_balancing_loss
 from swiftlite.model.pipeline import run_pipeline

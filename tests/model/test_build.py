@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.errors import OptionError
+from swiftlite.base.errors import OptionError
 from swiftlite.model.build import check_computable
 from swiftlite.runtime.device import Device
 from tests.messages import naming

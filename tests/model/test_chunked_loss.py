@@ -9,7 +9,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from swiftlite.args.fields import MtpLoss
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.loss import chunked_loss
 from swiftlite.model.loss import losses as loss

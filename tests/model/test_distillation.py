@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import make_sample
-from swiftlite.heads import Heads
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import Logits
 from swiftlite.model.loss import losses as loss

@@ -5,9 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from swiftlite import families
-from swiftlite.estimate.flops import training_flops
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
 from swiftlite.model.build import build_model
+from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.trainable import HEADS_ONLY
 from tests.tiny import make_tiny_model
 

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.teacher_forced import teacher_forced
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.sample import IGNORED, Sample
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import build_hf_model, open_model
 from tests.messages import naming

@@ -5,11 +5,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite import families
+from swiftlite.base.lora import Lora, is_adapter
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.estimate.adapters import adapter_activation_bytes
 from swiftlite.families.rank import Rank
-from swiftlite.lora import Lora, is_adapter
 from swiftlite.model.layers.lora import add_adapters
+from swiftlite.plan.cost.adapters import adapter_activation_bytes
 from tests.model.test_logits import ids_and_positions, load_megatron
 from tests.tiny import make_tiny_hf
 

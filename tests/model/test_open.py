@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from tests.engines.reference import convention
 from tests.messages import naming

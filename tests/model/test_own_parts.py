@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import Row
@@ -16,8 +18,6 @@ from swiftlite.bridge.transfer import load_hf
 from swiftlite.families import dense
 from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.rank import Rank
-from swiftlite.heads import Heads
-from swiftlite.heads.drafting import Drafting
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.losses import IGNORE_INDEX

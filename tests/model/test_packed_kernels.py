@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite import families
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.data.batch import collate_packed
 from swiftlite.data.sample import make_sample
-from swiftlite.heads import Heads
 from swiftlite.model.attention import attention as attention_module
 from swiftlite.model.attention.draft_attention import Draft, DraftAttention
 from swiftlite.model.attention.head_size import fill_values, fill_values_in_halves

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from swiftlite import families
 from swiftlite.args.fields import RecomputeArgs
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
 from swiftlite.model import gpt, mtp
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel

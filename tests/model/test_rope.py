@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.model.attention import rope
 from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.layers.compiled import MAX_VERSIONS, compiled

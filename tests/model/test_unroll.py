@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from swiftlite.args.fields import MtpLoss, RecomputeArgs
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import collate, collate_packed, shift_left
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families import index
-from swiftlite.heads import Heads
 from swiftlite.model.attention import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.transfer import save_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
-from swiftlite.errors import UserError
 from swiftlite.families.rank import Rank
 from swiftlite.families.resolved import resolve
 from swiftlite.model.attention.rope import RotaryEmbedding

@@ -16,7 +16,6 @@ from swiftlite import families
 from swiftlite.acceptance import greedy
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.transfer import load_hf
-from swiftlite.estimate.flops import training_flops
 from swiftlite.families import dense
 from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer, num_pairs
@@ -27,6 +26,7 @@ from swiftlite.model.attention.draft_attention import Draft, DraftAttention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import causal_segments, describe_packed, shard_sequence
 from swiftlite.model.gpt import GPTModel
+from swiftlite.plan.cost.flops import training_flops
 from swiftlite.runtime.distributed import session
 from tests.growth.unheard import hf_config, make_model
 from tests.model.test_attention import make_attention, make_packed, written_out

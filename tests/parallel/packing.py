@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.model.pipeline import run_pipeline

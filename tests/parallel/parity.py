@@ -19,17 +19,17 @@ from safetensors.torch import load_file, save_file
 from swiftlite import families
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.base.heads import Heads
+from swiftlite.base.lora import Lora
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import Extra
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.estimate.flops import training_flops
-from swiftlite.heads import Heads
-from swiftlite.lora import Lora
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters, gather_adapters
+from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.plan.megatron_config import settings_of

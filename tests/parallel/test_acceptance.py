@@ -13,9 +13,9 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.heads import Heads
 from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session

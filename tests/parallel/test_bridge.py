@@ -18,11 +18,11 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf, stream_hf
 from swiftlite.families import Family
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.layout import layout_problems

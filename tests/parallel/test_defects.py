@@ -19,10 +19,10 @@ from packaging.version import Version
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
-from swiftlite.heads import Heads
-from swiftlite.heads.drafting import Drafting
 from swiftlite.model.build import build_config, build_model
 from swiftlite.model.layers.experts import SequentialMLP
 from swiftlite.model.specs import decoder_spec, mtp_spec

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs, DpoArgs
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.errors import UserError
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.reference_memory import estimate_reference
-from swiftlite.estimate.setup import planned_setup
 from swiftlite.families.resolved import resolve
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.reference_memory import estimate_reference
+from swiftlite.plan.cost.setup import planned_setup
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.methods import reference

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.binding import bind
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import load_hf, save_hf
-from swiftlite.errors import UserError
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.distributed import session

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf, save_hf
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from tests.parallel.launch import launch

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.families.layer import Layer
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session

@@ -13,15 +13,15 @@ import torch
 
 from swiftlite import families
 from swiftlite.args.fields import RecomputeArgs
+from swiftlite.base.errors import OptionError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import collate
-from swiftlite.errors import OptionError
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import Setup
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.forward import forward
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.low_precision import LowPrecision
 from swiftlite.runtime.distributed import session

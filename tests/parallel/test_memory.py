@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import Setup
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import Setup
 from tests.parallel.launch import launch
 from tests.tiny import LINEAR, OWN_SIZES, mimo_v2_flash, step3p5
 from tests.torchao_here import torchao as torchao

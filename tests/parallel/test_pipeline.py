@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import collate
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.plan.layout import length_multiple
 from swiftlite.runtime.distributed import session

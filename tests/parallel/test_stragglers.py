@@ -7,7 +7,7 @@ import time
 import pytest
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.log import logger
+from swiftlite.base.log import logger
 from swiftlite.train import run as training
 from swiftlite.train.metrics import stragglers
 from swiftlite.train.metrics.stragglers import NUM_ENTRIES, Stragglers

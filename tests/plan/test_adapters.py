@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swiftlite.estimate.adapters import adapter_parameters
-from swiftlite.estimate.flops import training_flops
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import Setup
+from swiftlite.base.heads import Heads
+from swiftlite.base.lora import Lora
 from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import ParameterCount, Rank
-from swiftlite.heads import Heads
-from swiftlite.lora import Lora
+from swiftlite.plan.cost.adapters import adapter_parameters
+from swiftlite.plan.cost.flops import training_flops
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import Setup
 from tests.plan.test_memory import CONFIGS
 
 LORA = Lora(4, 8.0, heads="lora")

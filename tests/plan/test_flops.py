@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swiftlite.errors import UserError
-from swiftlite.estimate.flops import Flops, training_flops
+from swiftlite.base.errors import UserError
+from swiftlite.plan.cost.flops import Flops, training_flops
 from tests.plan.test_memory import CONFIGS, DENSE
 from tests.tiny import KIND_OF_HEADS, alternating, mimo_v2_flash, step3p5
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
 from swiftlite.plan.heads import LR_ON_QUANTIZED_TRUNK, heads_defaults, heads_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.run import make_plan
 

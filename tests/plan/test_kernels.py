@@ -8,10 +8,10 @@ import torch
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs
+from swiftlite.base.errors import OptionError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.join import GATE_UP
 from swiftlite.bridge.rows import Row
-from swiftlite.errors import OptionError
-from swiftlite.heads import Heads
 from swiftlite.plan.kernels import Kernels, Machine, choose, this_machine
 from swiftlite.plan.low_precision import LowPrecision, low_precision_misfit
 from swiftlite.plan.run import make_plan, render

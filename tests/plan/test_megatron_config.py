@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.heads import Heads
 from swiftlite.families.index import FAMILIES
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model import build
 from swiftlite.model.open import open_model
 from swiftlite.plan import megatron_config

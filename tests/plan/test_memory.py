@@ -11,14 +11,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
-from swiftlite.errors import UserError
-from swiftlite.estimate import memory
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import Setup
-from swiftlite.estimate.stage_memory import ModelOnRank
-from swiftlite.estimate.suggestion import suggest
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.families.index import architecture_of
-from swiftlite.heads import Heads
+from swiftlite.plan.cost import memory
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.cost.stage_memory import ModelOnRank
+from swiftlite.plan.cost.suggestion import suggest
 from tests.tiny import NEVER_TIED, mimo_v2_flash, step3p5
 
 DENSE: dict[str, Any] = {

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from swiftlite.args.commands import DpoArgs, SftArgs
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
 from swiftlite.plan.run import make_plan, make_schedule, nsys_line, render
 from tests.messages import has_line
 

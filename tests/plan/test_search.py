@@ -3,9 +3,9 @@
 import pytest
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.estimate.gpus import GPUS
-from swiftlite.estimate.memory import usable_bytes
-from swiftlite.estimate.search import has_layout, larger, ranked
+from swiftlite.plan.cost.gpus import GPUS
+from swiftlite.plan.cost.memory import usable_bytes
+from swiftlite.plan.cost.search import has_layout, larger, ranked
 from swiftlite.plan.layout import data_parallel_size, layout_of
 from tests.cli.test_doctor_plan import QWEN3_8B
 

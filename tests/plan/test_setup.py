@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from swiftlite.args.commands import DoctorArgs, SftArgs
-from swiftlite.estimate.setup import planned_setup
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
+from swiftlite.plan.cost.setup import planned_setup
 from swiftlite.plan.heads import heads_of, lora_of
 
 CONFIG = {"model_type": "mimo", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2}

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 import pytest
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.rows import Row
-from swiftlite.estimate.gpus import GPUS, gpu_named
-from swiftlite.estimate.memory import largest, usable_bytes
-from swiftlite.estimate.products import Product, products_of
-from swiftlite.estimate.setup import Setup
-from swiftlite.estimate.software import Software
-from swiftlite.estimate.speed import Step
-from swiftlite.estimate.timing import bandwidth, collective_seconds, exchange_seconds, product_seconds
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.index import architecture_of
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 from swiftlite.families.rank import ParameterCount, Rank
-from swiftlite.heads import Heads
+from swiftlite.plan.cost.gpus import GPUS, gpu_named
+from swiftlite.plan.cost.memory import largest, usable_bytes
+from swiftlite.plan.cost.products import Product, products_of
+from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.cost.software import Software
+from swiftlite.plan.cost.speed import Step
+from swiftlite.plan.cost.timing import bandwidth, collective_seconds, exchange_seconds, product_seconds
 from swiftlite.plan.low_precision import LowPrecision
 from tests.plan.test_memory import CONFIGS
 

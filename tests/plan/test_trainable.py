@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.plan.run import make_plan, render
 from swiftlite.plan.trainable import HEADS_ONLY, JOINT, WHOLE_MODEL, Trainable, trainable_of
 from swiftlite.train.run import trainable_in

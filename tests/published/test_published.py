@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite.args.commands import DoctorArgs, ExportArgs
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.cli import doctor
 from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.families import index
-from swiftlite.heads import Heads
 from tests.messages import has_line
 from tests.model.test_logits import load_megatron, reference_mtp
 from tests.published import library

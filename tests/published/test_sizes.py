@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import ImageSetup, Setup
-from swiftlite.heads import Heads
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import ImageSetup, Setup
 from tests.published import library
 
 

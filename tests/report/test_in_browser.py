@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.evaluate.page import evaluation_page
 from swiftlite.report.comparison import comparison_page
 from swiftlite.report.page import render
 from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page
+from swiftlite.serve.evaluate.page import evaluation_page
 from tests.browser import CHROMIUM, HOW_TO_GET_IT
 from tests.data.images import data_uri, noise
 from tests.report.files import HOSTILE, write_run

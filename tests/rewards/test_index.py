@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.rewards.index import REWARDS, accuracy, check_reward, json_schema, length, think_format
 from swiftlite.rewards.settings import RewardSettings
 from tests.messages import naming

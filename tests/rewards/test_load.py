@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.rewards.load import load_rewards
 from swiftlite.rewards.settings import RewardSettings
 from tests.messages import naming

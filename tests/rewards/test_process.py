@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.rewards import process as process_module
 from swiftlite.rewards.process import RewardProcess, Scored
 from swiftlite.rewards.settings import RewardSettings

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite import rules
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm import served
 from swiftlite.engines.vllm.served import LostServer, ServedVllm
-from swiftlite.errors import OptionError, UserError
 from swiftlite.rollouts import servers as module
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.servers import Requirements, RolloutServers, check_responding

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.heads.drafting import Drafting
+from swiftlite.base.drafting import Drafting
 from tests.rules.good import SIZES
 
 

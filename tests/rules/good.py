@@ -7,7 +7,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import BenchArgs, DeployArgs, ExportArgs, InferArgs, RegenerateArgs, SftArgs
-from swiftlite.errors import OptionError
+from swiftlite.base.errors import OptionError
 
 # What every config.json must say of sizes.
 SIZES = {

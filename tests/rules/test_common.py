@@ -7,7 +7,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs, EvaluateArgs
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from tests.messages import mentions, naming
 from tests.rules.good import BENCH, DEPLOY, EXPORT, INFER, REGENERATE, SFT, change_config, problems_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
-from swiftlite.conventions.index import CONVENTIONS
+from swiftlite.families.serving.index import CONVENTIONS
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
 from tests.rules.good import SFT, problems_of

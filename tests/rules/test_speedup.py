@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from swiftlite.args.commands import SpeedupArgs
+from swiftlite.improve.speedup.held_out import MIN_HELD_OUT
 from swiftlite.plan.facts import read_facts
 from swiftlite.rules import speedup
 from swiftlite.rules.engine_options import engine_is_installed
-from swiftlite.speedup.held_out import MIN_HELD_OUT
 from tests.messages import mentions
 
 GOOD = SpeedupArgs(model="plain", output_dir="out")

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.runtime.agreement import check_agreement, differences, digest
 from tests.messages import mention_each, mentions
 from tests.parallel.launch import launch

@@ -5,8 +5,8 @@ import logging
 import torch
 
 from swiftlite import families
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 from tests.tiny import make_tiny_hf

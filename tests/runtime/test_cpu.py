@@ -15,12 +15,12 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import collate
 from swiftlite.data.sample import make_sample
-from swiftlite.estimate.flops import training_flops
 from swiftlite.families import index
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
+from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.layout import group_of, layout_of
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime import cpu

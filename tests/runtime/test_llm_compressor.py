@@ -13,7 +13,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.runtime.llm_compressor import run
 from tests.messages import mentions
 

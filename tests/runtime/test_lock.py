@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.runtime.lock import holder_of, only_run_in
 from tests.messages import naming
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.errors import OptionError
+from swiftlite.base.errors import OptionError
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from tests.messages import naming

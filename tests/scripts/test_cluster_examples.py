@@ -1,4 +1,4 @@
-"""Test that the files for clusters set the variables that `cli/launch.py` reads, and that their commands are valid."""
+"""Test that files for clusters set the variables that `launch/start.py` reads, and that their commands are valid."""
 
 import os
 import re
@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from swiftlite.args.commands import DeployArgs, GrpoArgs
-from swiftlite.cli import launch
+from swiftlite.base.errors import OptionError
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
-from swiftlite.errors import OptionError
+from swiftlite.launch import start
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import data_parallel_size, layout_of
 from swiftlite.rules import common, deploy
@@ -26,7 +26,7 @@ SLURM, KUBERNETES = EXAMPLES / "slurm.sbatch", EXAMPLES / "kubernetes.yaml"
 GRPO_SLURM, GRPO_KUBERNETES = EXAMPLES / "grpo.sbatch", EXAMPLES / "grpo-kubernetes.yaml"
 
 
-def check_training(argv: list[str], processes: launch.Processes, words: str = "megatron sft") -> Any:
+def check_training(argv: list[str], processes: start.Processes, words: str = "megatron sft") -> Any:
     """Check that options exist and have valid values for the number of processes; return them."""
     command, rest = find(argv)
     args, notes = parse(command.args_class, rest)
@@ -94,8 +94,8 @@ def node(tmp_path):
 @pytest.mark.parametrize("number", [0, 1])
 def test_slurm_starts_every_node(node, number):
     env, words = node(4711, number)
-    processes = launch.read_environment(env)
-    assert processes == launch.Processes(8, 2, number, "gpu17", 24711)
+    processes = start.read_environment(env)
+    assert processes == start.Processes(8, 2, number, "gpu17", 24711)
     assert words[words.index("--model") + 1] == "model dir"
     assert words[-4:] == ["--resume", "true", "--lr", "1e-4"]  # a job that is requeued goes on
     assert env["SRUN_CPUS_PER_TASK"] == "64"
@@ -104,7 +104,7 @@ def test_slurm_starts_every_node(node, number):
 
 def test_slurm_without_gpus(node):
     env, _ = node(4711, 0, NPROC_PER_NODE="2", SLURM_GPUS_ON_NODE="")
-    assert launch.read_environment(env).nproc_per_node == 2
+    assert start.read_environment(env).nproc_per_node == 2
 
 
 def test_slurm_says_what_is_missing():
@@ -132,8 +132,8 @@ def test_kubernetes_starts_every_node():
     assert container["ports"][0]["containerPort"] == int(env["MASTER_PORT"])
     assert env["NODE_RANK"] == ""  # Kubernetes fills it in
     for number in range(spec["completions"]):
-        processes = launch.read_environment(env | {"NODE_RANK": str(number)})
-        assert processes == launch.Processes(8, 2, number, env["MASTER_ADDR"], 29500)
+        processes = start.read_environment(env | {"NODE_RANK": str(number)})
+        assert processes == start.Processes(8, 2, number, env["MASTER_ADDR"], 29500)
     assert container["command"][0] == "swiftlite"
     check_training(container["command"][1:], processes)
     assert "--resume=true" in container["command"]  # a pod that is started again goes on
@@ -184,8 +184,8 @@ def test_slurm_starts_servers_and_training(cluster, tmp_path, code):
     )
     assert done.returncode == code
     env, words = read_step(tmp_path / "step0")
-    processes = launch.read_environment(env)
-    assert processes == launch.Processes(8, 2, 0, "gpu1", 24711)
+    processes = start.read_environment(env)
+    assert processes == start.Processes(8, 2, 0, "gpu1", 24711)
     training = check_training(words, processes, "megatron grpo")
     assert training.resume
     assert training.lr == 1e-5
@@ -204,8 +204,8 @@ def test_kubernetes_starts_servers_and_training():
     job = parts["Job", "swiftlite-grpo"]["spec"]
     (trainer,), (server,) = (part["template"]["spec"]["containers"] for part in (job, servers["spec"]))
     env = {entry["name"]: entry.get("value", "") for entry in trainer["env"]}
-    processes = launch.read_environment(env | {"NODE_RANK": "1"})
-    assert processes == launch.Processes(8, 2, 1, "swiftlite-grpo-0.swiftlite-grpo", 29500)
+    processes = start.read_environment(env | {"NODE_RANK": "1"})
+    assert processes == start.Processes(8, 2, 1, "swiftlite-grpo-0.swiftlite-grpo", 29500)
     training = check_training(trainer["command"][1:], processes, "megatron grpo")
     check_servers(server["command"][1:], training)
     service = parts["Service", servers["spec"]["serviceName"]]

@@ -6,10 +6,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.families import FAMILIES, index
-from swiftlite.heads import Heads
 from tests.tiny import LATENT, NEXT_LAYER_HEADS, WRAPPED
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from swiftlite.args.commands import InferArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
 from swiftlite.serve.answers import AnswersFile, as_line, describe
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf

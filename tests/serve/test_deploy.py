@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite import log
 from swiftlite.args.commands import DeployArgs
+from swiftlite.base import log
+from swiftlite.base.errors import UserError
+from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, write_adapter, write_heads
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.server.process import free_url
-from swiftlite.errors import UserError
-from swiftlite.lora import Lora
 from swiftlite.serve import deploy
 from tests.messages import naming
 from tests.tiny import make_tiny_hf, make_tiny_vision_hf

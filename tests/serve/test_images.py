@@ -11,15 +11,15 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import EvaluateArgs, InferArgs, RegenerateArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import ImagePrompt, PromptEncoder
-from swiftlite.errors import UserError
-from swiftlite.evaluate.by_engine import by_engine
-from swiftlite.evaluate.evaluation_rows import load_rows
 from swiftlite.families.resolved import resolve
-from swiftlite.regenerate import command as regenerate
+from swiftlite.improve.regenerate import command as regenerate
+from swiftlite.serve.evaluate.by_engine import by_engine
+from swiftlite.serve.evaluate.evaluation_rows import load_rows
 from swiftlite.serve.infer import run
 from tests.data.images import TOKENS, make_processor, noise
 from tests.images import make_vision_hf_with_tokenizer

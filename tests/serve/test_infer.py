@@ -10,9 +10,9 @@ import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import InferArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.sources import find_rows, read_rows
 from swiftlite.engines.engine import Completion
-from swiftlite.errors import UserError
 from swiftlite.serve.infer import Answers, run, summary
 from tests.messages import answers_equal, has_line, mention_each, mentions, naming
 from tests.tiny import make_tiny_hf

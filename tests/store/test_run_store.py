@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.store import run_store
 from swiftlite.store.copies import Copies, copies_of
 from swiftlite.store.manifest import MANIFEST_FILE, write_manifest

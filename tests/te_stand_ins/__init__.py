@@ -29,7 +29,7 @@ def missing() -> str:
 
 
 def launch(num_processes: int, function: Callable[..., Any], *args: Any, capability: str = "9") -> list[Any]:
-    """Call `tests.parallel.launch.launch` with Transformer Engine in each process.
+    """Call `tests.parallel.launch.start` with Transformer Engine in each process.
 
     The processes are new and not forked, because the process for forks has imported megatron-core without Transformer
     Engine.

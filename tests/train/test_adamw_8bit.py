@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.heads import Heads
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.train.optim import make_optimizer, wrap_model

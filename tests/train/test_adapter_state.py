@@ -7,9 +7,9 @@ import torch
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.lora import is_adapter
 from swiftlite.bridge.adapters.rows import A, B
 from swiftlite.families.resolved import resolve
-from swiftlite.lora import is_adapter
 from swiftlite.model.layers.lora import Adapter, add_adapters
 from swiftlite.model.open import open_model
 from swiftlite.plan.heads import lora_of

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra, collate_packed
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.estimate.flops import Flops
-from swiftlite.heads import Heads
+from swiftlite.plan.cost.flops import Flops
 from swiftlite.plan.run import make_plan
 from swiftlite.runtime.device import Device
 from swiftlite.train.batches.micro_batches import Batches, on_this_rank, shard

@@ -20,10 +20,10 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.base.log import logger
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
-from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
 from swiftlite.store.manifest import sha256

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swiftlite import families
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.train.checkpoint.checkpointer import STATE_FILE, Checkpointer, load_checkpoint, sharded_model
 from tests.tiny import make_tiny_hf

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DpoArgs, ExportArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.report.run_page import write_run_page
 from swiftlite.train import phases

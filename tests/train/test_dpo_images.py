@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from swiftlite.args.commands import DpoArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.batch import ITEM
 from swiftlite.data.image_inputs import PATCHES
 from swiftlite.data.sample import Sample
-from swiftlite.errors import UserError
 from tests.data.images import noise
 from tests.images import SampleRow, VisionReference, make_vision_hf_with_tokenizer
 from tests.messages import naming

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from tests.messages import naming
 from tests.tiny import make_tiny_hf

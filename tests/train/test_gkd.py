@@ -9,7 +9,7 @@ import torch
 
 from swiftlite import rules
 from swiftlite.args.commands import GkdArgs
-from swiftlite.errors import OptionError, UserError
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.plan.distillation import on_policy_steps
 from swiftlite.train import phases
 from swiftlite.train import run as training

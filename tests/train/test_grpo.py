@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from swiftlite import rules
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.data.rows.prompt import COLUMNS
-from swiftlite.errors import OptionError, UserError
 from swiftlite.rollouts.engine import engine_kwargs
 from swiftlite.rollouts.generation import Generation
 from swiftlite.train import phases

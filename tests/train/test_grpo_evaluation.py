@@ -13,8 +13,8 @@ import torch
 
 from swiftlite import rules
 from swiftlite.args.commands import ExportArgs, GrpoArgs
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig, start_engine
-from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.families.resolved import resolve
 from swiftlite.rollouts.draw import draw

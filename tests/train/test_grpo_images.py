@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from swiftlite.args.commands import GkdArgs, GrpoArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.image_inputs import PATCHES
 from swiftlite.data.rows.conversation import RowError
 from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.data.template import load_tokenizer
-from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import resolve
 from swiftlite.rollouts.generation import Generation

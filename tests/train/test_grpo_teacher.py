@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from swiftlite import rules
-from swiftlite.errors import OptionError, UserError
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.rollouts.generation import Generation
 from tests.messages import naming
 from tests.tiny import make_tiny_hf

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.kernels import Machine
 from swiftlite.train import run as training

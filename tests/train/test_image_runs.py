@@ -11,10 +11,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.image_inputs import PATCHES
 from swiftlite.data.images import ImageRef
 from swiftlite.data.sample import Sample
-from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.report.run_page import write_run_page
 from swiftlite.train import phases

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 
 from swiftlite import rules
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.data.batch import AXES, ITEM
 from swiftlite.data.dataset import Data
 from swiftlite.data.image_inputs import GRID, PATCHES
-from swiftlite.errors import OptionError, UserError
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.train.methods.conversations import image_extras_of, load_data
 from swiftlite.train.methods.sft import SFT

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.rows.rated import others
 from swiftlite.data.template import ChatTemplate, load_tokenizer
-from swiftlite.errors import UserError
 from swiftlite.report.run_page import write_run_page
 from swiftlite.train import phases
 from swiftlite.train import run as training

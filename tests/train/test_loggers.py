@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.errors import UserError
-from swiftlite.log import logger
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.train.metrics.loggers import MetricsFile, ProgressBar, TensorBoard, open_metric_loggers
 from tests.messages import has_line, naming
 

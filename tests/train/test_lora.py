@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.lora import is_adapter
 from swiftlite.bridge.adapters.files import digest_of
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.families.resolved import resolve
-from swiftlite.lora import is_adapter
 from swiftlite.model.layers.lora import Adapter, gather_adapters, merged
 from swiftlite.plan.kernels import Machine
 from swiftlite.serve.adapters import with_adapters

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from swiftlite.acceptance.statistics import depth_sums, means
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, collate
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.heads import Heads
 from swiftlite.model.gpt import Losses
 from swiftlite.model.stage_states import StageStates
 from swiftlite.runtime.mesh import Mesh

@@ -9,8 +9,8 @@ import torch
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs
+from swiftlite.base.heads import Heads
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.train.optim import make_optimizer, wrap_model

@@ -15,8 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import OptimizerName
+from swiftlite.base.heads import Heads
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.errors import UserError
-from swiftlite.log import logger
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.train import phases, profiling
 from swiftlite.train import run as training
 from swiftlite.train.profiling import NUM_OPERATORS

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.carry import TRUNK_NAME
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.families.resolved import resolve
 from swiftlite.plan.heads import LR_ON_QUANTIZED_TRUNK

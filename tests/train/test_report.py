@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.dataset import Data, DataReport
-from swiftlite.errors import UserError
 from swiftlite.plan.trainable import HEADS_ONLY, JOINT, Trainable
 from swiftlite.train.metrics.run_report import check_frozen, compare_tensors, hash_tensors, write_report
 from tests.messages import naming

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.report.metrics import LOST_SECONDS, NUM_RESTARTS, REPEATED_STEPS
 from swiftlite.runtime.progress import FILE, Progress, read_progress
 from swiftlite.train.metrics.loggers import MetricsFile

@@ -9,9 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from swiftlite import rules
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.prompt import parse_prompt
 from swiftlite.data.sample import make_sample
-from swiftlite.errors import UserError
 from swiftlite.rewards.code_limits import landlock_version
 from swiftlite.rewards.code_tests import code
 from swiftlite.rewards.index import accuracy

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.dataset import Data, DataReport
 from swiftlite.data.sample import Sample
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
-from swiftlite.log import logger
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import has_line, mentions, naming

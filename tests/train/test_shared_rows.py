@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.encoded_rows import Samples
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate, load_tokenizer
-from swiftlite.errors import UserError
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.machine import this_machine
 from swiftlite.train.methods.conversations import load_data

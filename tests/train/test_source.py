@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.families.resolved import resolve
-from swiftlite.heads import Heads
 from swiftlite.train.checkpoint.source import (
     CARRIED_FILE,
     carried_file,

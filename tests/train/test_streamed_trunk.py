@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.layers import DecoderLayers
 from swiftlite.bridge.transfer import save_hf, streamed_tensors
-from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.families.resolved import resolve
 from swiftlite.model.layers.streamed import StreamedBlock

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.errors import UserError
-from swiftlite.log import logger
-from swiftlite.redact import redact
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
+from swiftlite.base.redact import redact
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.metrics.trackers import TRACKERS, TolerantTracker, TrackedRun, open_trackers

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.trainer import Trainer, seed_of_step

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 from swiftlite import rules
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance
 from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.base.heads import Heads
 from swiftlite.data.sample import Sample
-from swiftlite.estimate.flops import training_flops
 from swiftlite.export import run as export
 from swiftlite.families.resolved import resolve
 from swiftlite.families.tower import TrainedParts
-from swiftlite.heads import Heads
+from swiftlite.plan.cost.flops import training_flops
 from swiftlite.train import run as training
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.sft import SFT

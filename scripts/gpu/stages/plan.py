@@ -7,9 +7,9 @@ from pathlib import Path
 
 from result import Results, Settings
 
-from swiftlite.estimate.memory import estimate
-from swiftlite.estimate.setup import Setup
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
+from swiftlite.plan.cost.memory import estimate
+from swiftlite.plan.cost.setup import Setup
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "memory.py"
 BOUND = 0.05

@@ -13,14 +13,14 @@ from result import Results, Settings
 from trainees import free_memory, medians, profiled, random_rows, shape, slowest, trainee, waits
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.estimate.gpus import gpu_named
-from swiftlite.estimate.setup import Setup
-from swiftlite.estimate.speed import Step
+from swiftlite.base.heads import Heads
 from swiftlite.families.index import architecture_of
-from swiftlite.heads import Heads
+from swiftlite.plan.cost.gpus import gpu_named
+from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.cost.speed import Step
 
 DEMANDED = 0.8
-"""Share of the speed estimated by `estimate/speed.py` that must be reached. The constants of the estimate were not
+"""Share of the speed estimated by `plan/cost/speed.py` that must be reached. The constants of the estimate were not
 measured for these kernels."""
 
 

@@ -16,14 +16,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.base.json_file import read_json
+from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.rows import HF_MAGNITUDE, leaf_of
 from swiftlite.bridge.hf_config import digest_of_trunk, read_config
 from swiftlite.bridge.tensors import ADAPTER_CONFIG, Checkpoint, some
-from swiftlite.errors import UserError
-from swiftlite.heads import Heads
-from swiftlite.json_file import read_json
-from swiftlite.lora import Lora
 
 TENSORS_FILE = "adapter_model.safetensors"
 HEADS_FILE = "mtp_heads.safetensors"

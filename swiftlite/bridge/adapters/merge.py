@@ -6,14 +6,14 @@ from typing import Any, Protocol
 
 import torch
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.adapters.files import SavedAdapter
 from swiftlite.bridge.encoding.expert_stack import fold
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import write_patched
 from swiftlite.bridge.rows import HfConfig, RowTable
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
-from swiftlite.errors import UserError
-from swiftlite.heads import Heads
 
 _SHARD_BYTES = 5_000_000_000
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from swiftlite.base.lora import PART, Lora
 from swiftlite.bridge.join import COPY, Join, SourceRange
 from swiftlite.bridge.rows import Row
-from swiftlite.lora import PART, Lora
 
 _LINEAR = re.compile(r"\.(linear_\w+|in_proj_\w+|out_proj|eh_proj)\.weight$")
 _WEIGHT = ".weight"

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.blocks import FP4_VALUES, LARGEST_FP8, Blocks, Layout, Packing
 from swiftlite.bridge.encoding.encoding import EncodedTensor
 from swiftlite.bridge.encoding.stored import check_shapes, dtype_name, is_for_serving, matrix_shape
 from swiftlite.bridge.entry import Entry
-from swiftlite.errors import UserError
 
 _CODES = (torch.float8_e4m3fn, torch.int8)
 _SHAPE = ("weight_shape", (2,))

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.entry import Box, Entry
-from swiftlite.errors import UserError
 
 
 class Encoding(Protocol):

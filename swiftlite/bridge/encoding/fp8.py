@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.blocks import LARGEST_FP8, Blocks, Layout
 from swiftlite.bridge.encoding.encoding import EncodedTensor
 from swiftlite.bridge.encoding.stored import check_shapes, dtype_name, is_for_serving, matrix_shape
 from swiftlite.bridge.entry import Entry
-from swiftlite.errors import UserError
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.blocks import Blocks, Layout, Packing
 from swiftlite.bridge.encoding.encoding import EncodedTensor
 from swiftlite.bridge.encoding.stored import check_shapes, dtype_name, is_for_serving, matrix_shape
 from swiftlite.bridge.entry import Entry
-from swiftlite.errors import UserError
 
 _SCALES = Layout("scales", is_transposed=True)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.compressed_tensors import CompressedTensors
 from swiftlite.bridge.encoding.encoding import Format
 from swiftlite.bridge.encoding.fp8 import Fp8
@@ -10,7 +11,6 @@ from swiftlite.bridge.encoding.gptq_awq import TransposedWords
 from swiftlite.bridge.encoding.mxfp4 import Mxfp4
 from swiftlite.bridge.encoding.quantization import quantization_problem
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.errors import UserError
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "awq": TransposedWords.declared_awq,

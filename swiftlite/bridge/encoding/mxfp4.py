@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.blocks import FP4_VALUES, Blocks, Layout, Packing
 from swiftlite.bridge.encoding.encoding import EncodedTensor
 from swiftlite.bridge.encoding.stored import check_shapes, dtype_name, matrix_shape
 from swiftlite.bridge.entry import Entry
-from swiftlite.errors import UserError
 
 GROUP = 32
 """Columns with a common scale."""

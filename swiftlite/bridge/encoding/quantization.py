@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from swiftlite.base.errors import clip
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.errors import clip
 
 # Keys of FP8 that do not affect reading weights: the treatment of activations while serving, and modules that are not
 # quantized, which are recognized by their tensors.

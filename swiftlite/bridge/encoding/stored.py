@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.blocks import Blocks
 from swiftlite.bridge.entry import Entry
-from swiftlite.errors import UserError
 
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 # Scales and zero points of activations and of the KV cache, which engines use in addition to the weights.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 
 @dataclass(frozen=True)

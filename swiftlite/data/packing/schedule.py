@@ -1,7 +1,7 @@
 """Assign the sequences of a step to ranks and micro-batches, as a pure function of the lengths of the global batch.
 
 The work of a sequence is `linear * length + square * length ** 2`, for matrix products and attention
-(`estimate/flops.py`), and that of its images. First, sequences are assigned to data-parallel ranks with balanced total
+(`plan/cost/flops.py`), and that of its images. First, sequences are assigned to data-parallel ranks with balanced total
 work. Then each rank distributes its sequences over micro-batches. The micro-batches of each rank are ordered by work,
 so that the ranks are also balanced in their first, second, ... micro-batch. This module does not move samples between
 ranks. It can therefore be used in other frameworks, however their ranks exchange data.

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.data.encoder import Encoded, Encoder, special_token_note
 from swiftlite.data.packing.mixture import Mixture
 from swiftlite.data.packing.packing import StreamSample
@@ -21,8 +23,6 @@ from swiftlite.data.rows.hub_rows import HubRows
 from swiftlite.data.rows.sources import DataFile, check_row, find_rows
 from swiftlite.data.sample import Sample
 from swiftlite.data.sandbox import run_templates_unbounded
-from swiftlite.errors import UserError
-from swiftlite.log import logger
 
 CHUNK_ROWS = 32
 """Number of rows that each reader reads between two exchanges of lengths."""

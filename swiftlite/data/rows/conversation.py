@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from swiftlite.base.errors import clip
+from swiftlite.base.json_file import MAX_DEPTH, is_deeper, parse_json
 from swiftlite.data.rows.image_parts import (
     Message,
     RowImage,
@@ -22,8 +24,6 @@ from swiftlite.data.rows.image_parts import (
     texts_of,
 )
 from swiftlite.data.rows.row_error import RowError, shown
-from swiftlite.errors import clip
-from swiftlite.json_file import MAX_DEPTH, is_deeper, parse_json
 
 Kind = TypeVar("Kind")
 

@@ -13,13 +13,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError, clip
+from swiftlite.base.json_file import read_json
 from swiftlite.data.packing.padding import padding_error
-from swiftlite.errors import UserError, clip
 from swiftlite.hub.name import HubName
 from swiftlite.hub.refusal import refusals
 from swiftlite.hub.snapshot import snapshot
-from swiftlite.json_file import read_json
 
 INSTALL = "pip install datasets"
 _CARD = ("README.md", ".gitattributes")

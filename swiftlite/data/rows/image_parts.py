@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from swiftlite.base.errors import clip
+from swiftlite.base.json_file import parse_json
 from swiftlite.data.rows.row_error import RowError, shown
-from swiftlite.errors import clip
-from swiftlite.json_file import parse_json
 
 TAG = "<image>"
 NEAR_TAG = re.compile(r"<\s*/?\s*(?:image|img)\s*/?\s*>", re.IGNORECASE)

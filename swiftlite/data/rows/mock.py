@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from swiftlite.args.mock_config import FLAG, check_mock_config
+from swiftlite.base.errors import UserError
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.errors import UserError
 
 NUM_SAMPLES = 100_000
 """Number of samples in the mode "distribution", as in Megatron-LM. In the mode "file" there is one sample per line."""

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from swiftlite.args.fields import TruncationStrategy
+from swiftlite.base.errors import UserError
 from swiftlite.data.changed_samples import ChangedSamples
 from swiftlite.data.image_inputs import image_identity, with_images_of
 from swiftlite.data.rows.conversation import NO_IMAGES, Conversation, RowError, parse_row, shown
 from swiftlite.data.rows.pair import SHARED, check_answer_is_text
 from swiftlite.data.sample import IGNORED, Sample, make_sample, truncate
-from swiftlite.errors import UserError
 
 FORMATS = '{"query": "...", "response": "...", "label": true}, or prompt, completion and label'
 

@@ -1,6 +1,6 @@
 """`RowError`: an invalid field of a row."""
 
-from swiftlite.errors import UserError, clip
+from swiftlite.base.errors import UserError, clip
 
 
 class RowError(UserError):

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from swiftlite.args.data_file import is_number_of_rows, split_sample
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import decode_json, parse_json, skip_space
 from swiftlite.data.packing.padding import padding_error
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
 from swiftlite.data.rows.hub_rows import HubRows
-from swiftlite.errors import UserError
 from swiftlite.hub.name import dataset_name
-from swiftlite.json_file import decode_json, parse_json, skip_space
 
 
 class RowParser(Protocol):

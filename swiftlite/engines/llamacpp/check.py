@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftlite.base.errors import UserError, clip
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.server_command import ServerCommand, flags
-from swiftlite.errors import UserError, clip
 
 TEXTS = (
     "It's 1234567 o'clock, isn't it?  Two spaces,\ttab\n\n\nthree lines.",

@@ -5,6 +5,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.llamacpp.check import load
 from swiftlite.engines.llamacpp.gguf_file import gguf_of
@@ -12,7 +13,6 @@ from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.loading.load_report import LoadReport, other_version
 from swiftlite.engines.served_model import fed_otherwise
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.examine import Examined, examine
 

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.llamacpp.client import counts_of, request_of
 from swiftlite.engines.llamacpp.gguf_file import gguf_of
@@ -19,7 +20,6 @@ from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.llamacpp.server import SLOTS, draft_numbers, max_length, server_options
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.server_command import ServerCommand, flags
-from swiftlite.errors import UserError
 
 
 class LlamacppEngine:

@@ -7,12 +7,12 @@ from pathlib import Path
 from filelock import FileLock
 from huggingface_hub import constants
 
-from swiftlite.errors import UserError, reason_of
+from swiftlite.base.errors import UserError, reason_of
+from swiftlite.base.log import logger
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.types import GgufType
 from swiftlite.gguf.write import write_gguf
 from swiftlite.hub.model import is_gguf
-from swiftlite.log import logger
 
 FORMAT = 2
 """Number of the layout of written files, part of the name of a cached file."""

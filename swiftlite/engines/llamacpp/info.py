@@ -14,7 +14,7 @@ LLAMACPP = EngineInfo(
         "LLAMA_SERVER=FILE, or pip install -r requirements/llamacpp.txt"
     ),
     adapter="swiftlite.engines.llamacpp.engine:LlamacppEngine",
-    convention="swiftlite.conventions.llamacpp:convention",
+    convention="swiftlite.families.serving.llamacpp:convention",
     measured="b11549",
     server_takes_draft_schedule=False,
     joins_ngrams=True,
@@ -28,5 +28,5 @@ LLAMACPP = EngineInfo(
     dry_load="swiftlite.engines.llamacpp.dry_load:dry_load",
     file_report="swiftlite.engines.llamacpp.dry_load:report_of",
     command_needs_no_install=True,
-    families="swiftlite.conventions.llamacpp:ARCHITECTURES",
+    families="swiftlite.families.serving.llamacpp:ARCHITECTURES",
 )

@@ -6,11 +6,11 @@ python -m swiftlite.engines.llamacpp.launch MODEL TORCH_DTYPE OPTIONS OF llama-s
 import os
 import sys
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.llamacpp.gguf_file import gguf_of
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
 
 
 def main(model: str, torch_dtype: str, options: list[str]) -> None:

@@ -6,7 +6,7 @@ import shutil
 import sys
 from functools import cache
 
-from swiftlite.log import logger
+from swiftlite.base.log import logger
 
 VARIABLE = "LLAMA_SERVER"
 """Environment variable with the path of llama-server, which has precedence over PATH."""

@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
 

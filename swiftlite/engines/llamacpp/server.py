@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from swiftlite.args.commands import DeployArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.llamacpp.embedded import API_KEY
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.ngram import Ngrams, ngrams_of
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.server_command import ServerCommand, api_keys, flags
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import metadata_of
 from swiftlite.hub.name import served_name
-from swiftlite.log import logger
 
 LENGTH = 8192
 """Maximum length of prompt and answer without --max_model_len; the KV cache of each slot has this size."""

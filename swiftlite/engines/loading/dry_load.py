@@ -13,11 +13,11 @@ import subprocess
 import sys
 from pkgutil import resolve_name
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import check_files, resolve_served
-from swiftlite.errors import UserError
 
 
 def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 # (part of a fused parameter's name, corresponding part of the tensor's name, expert, shard id); without an expert, the

@@ -16,10 +16,10 @@ from typing import Literal, Protocol
 import torch
 from safetensors.torch import save_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.binding import compare_shapes
 from swiftlite.bridge.rows import Shape, shapes_of
 from swiftlite.bridge.tensors import some
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 
 Bucket = Mapping[str, torch.Tensor]

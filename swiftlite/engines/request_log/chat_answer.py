@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from swiftlite.json_file import parse_json
+from swiftlite.base.json_file import parse_json
 
 NORMAL_ENDS = ("stop", "tool_calls")
 

@@ -4,7 +4,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 
 MODE = 0o600  # conversations are private
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import parse_json
+from swiftlite.base.log import write_line
 from swiftlite.data.rows.conversation import NO_IMAGES, parse_row
 from swiftlite.data.rows.image_parts import has_image_parts
 from swiftlite.engines.request_log.chat_answer import ChatAnswer
 from swiftlite.engines.request_log.log_file import LogFile
-from swiftlite.errors import UserError
-from swiftlite.json_file import parse_json
-from swiftlite.log import write_line
 
 CLASS = "swiftlite.engines.request_log.middleware.RequestLog"
 FILE, MAX_BYTES = "SWIFTLITE_LOG_REQUESTS", "SWIFTLITE_LOG_REQUESTS_MAX_BYTES"

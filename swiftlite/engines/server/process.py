@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.server_command import ServerCommand
-from swiftlite.errors import UserError
 
 # Time to drain in-flight requests and stop workers; vLLM on a CPU takes 2 s.
 SECONDS_TO_STOP = 60

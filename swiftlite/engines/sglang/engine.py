@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.base.errors import UserError
 from swiftlite.engines.devices import on_devices, outside_torchrun
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
-from swiftlite.errors import UserError
 
 
 class SglangEngine:

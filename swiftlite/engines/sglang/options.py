@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from swiftlite.base.draft_vocab import TOKEN_MAP_FILE
+from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
 
 
 def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:

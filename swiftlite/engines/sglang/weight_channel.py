@@ -6,9 +6,9 @@ import torch
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils import MultiprocessingSerializer
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.loading.weight_update import Bucket, Part, bucket_file
 from swiftlite.engines.sglang.weight_transfer import FINISH, KEEP, LOAD
-from swiftlite.errors import UserError
 
 
 class SglangChannel:

@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts, SourceCounts
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.encoding.expert_stack import stack_as_in_files
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
@@ -46,7 +47,6 @@ from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator, load_heads
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
 from swiftlite.engines.transformers.verification import verify, verify_greedily, warpers
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from swiftlite.base.drafting import Drafting
 from swiftlite.bridge.encoding.expert_stack import stack
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.rows import Row, renamed, shapes_of
@@ -29,7 +30,6 @@ from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.verification import draw
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads.drafting import Drafting
 
 
 class MtpHead(nn.Module):

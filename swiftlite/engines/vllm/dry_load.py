@@ -19,11 +19,11 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.interfaces import supports_multimodal, supports_multimodal_embeddings
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.loading.load_report import LoadError, Loading, LoadReport, one_rank, stage
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import asked_tokens, check_quantization, num_drafting_heads, num_tokens_to_draft
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 
 # vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts, SourceCounts
+from swiftlite.base.errors import UserError
 from swiftlite.engines.devices import on_devices, outside_torchrun
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
@@ -30,7 +31,6 @@ from swiftlite.engines.vllm.options import (
     with_backend_of_trunk,
     with_ngrams,
 )
-from swiftlite.errors import UserError
 
 
 class VllmEngine:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.batch import ITEM
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.prompts import ImagePrompt
-from swiftlite.errors import UserError
 
 
 def image_options(config: EngineConfig) -> dict[str, Any]:

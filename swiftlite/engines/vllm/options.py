@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
-from swiftlite.errors import UserError
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
-from swiftlite.log import logger
 
 API_KEYS = "SWIFTLITE_API_KEYS"
 """Environment variable with several keys of a server as a JSON list, see `api_keys.py`."""

@@ -23,11 +23,11 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from swiftlite.args.fields import WeightTransport
+from swiftlite.base.heads import KEYS
 from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
-from swiftlite.heads import KEYS
 
 _MODELS, _IMAGE_MODELS = "swiftlite.engines.vllm.models", "swiftlite.engines.vllm.image_models"
 # architecture of the trunk -> architecture of its draft; both are classes of `_module_of` the trunk

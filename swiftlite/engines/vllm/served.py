@@ -15,13 +15,13 @@ import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
+from swiftlite.base.errors import UserError, clip
 from swiftlite.engines.engine import Completion, FinishReason, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_channel import VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
 from swiftlite.engines.vllm.metrics import read_metrics
-from swiftlite.errors import UserError, clip
 from swiftlite.families.resolved import HfModel
 
 _Result = TypeVar("_Result")

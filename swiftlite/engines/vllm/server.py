@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import DeployArgs
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.bridge.adapters.files import SavedAdapter, read_adapter
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.draft_schedule import DraftSchedule
@@ -17,10 +19,8 @@ from swiftlite.engines.server_command import ServerCommand, api_keys, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import served_name
-from swiftlite.log import logger
 
 NO_DOMAINS = ["only-data-uris.invalid"]
 """Domains from which clients can let the server download images: a name that is reserved for not existing, because

@@ -8,13 +8,13 @@ swiftlite's plugins correct both classes.
 import re
 from dataclasses import replace
 
+from swiftlite.base.drafting import Drafting
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts
-from swiftlite.heads.drafting import Drafting
 
 # transformers' defaults are the sizes of the 21B model.
 _STATED = (

@@ -6,10 +6,10 @@ experts, and the first layers are dense.
 
 from dataclasses import replace
 
+from swiftlite.base.drafting import Drafting
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
-from swiftlite.heads.drafting import Drafting
 
 
 def _check(hf_config: HfConfig) -> None:

@@ -8,11 +8,11 @@ be correct, but drafts would never be accepted.
 import re
 from functools import partial
 
+from swiftlite.base.drafting import Drafting
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig, MtpLayout
-from swiftlite.heads.drafting import Drafting
 
 
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
@@ -24,8 +26,6 @@ from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.rope import ROPE_KEYS
 from swiftlite.families.values import rope_problems, value_problems
 from swiftlite.families.windows import FULL, KINDS, WINDOW
-from swiftlite.heads import Heads
-from swiftlite.heads.drafting import Drafting
 
 _STATED = (
     "head_dim",

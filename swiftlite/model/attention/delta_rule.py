@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from swiftlite.base.log import logger
 from swiftlite.families.linear_attention import CHUNK
-from swiftlite.log import logger
 from swiftlite.runtime.device import on_device
 
 

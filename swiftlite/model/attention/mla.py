@@ -231,9 +231,9 @@ class MLASelfAttention(McoreMLASelfAttention):
         With context parallelism, both are gathered for the whole row, and every rank up-projects the heads of the whole
         row. With the sizes of DeepSeek-V3, this requires three matrix products of 34 MFLOP for each token of another
         rank. If heads were gathered instead, a rank would receive 82 KB per token in each of forward and backward pass,
-        instead of 1.1 KB. According to `estimate/speed.py`, gathering latents takes half the time of gathering heads on
-        H100s over NVLink and less than half between machines. On A100s it takes the same time, and on H20s over NVLink,
-        which have few FLOPs per byte, three times as long.
+        instead of 1.1 KB. According to `plan/cost/speed.py`, gathering latents takes half the time of gathering heads
+        on H100s over NVLink and less than half between machines. On A100s it takes the same time, and on H20s over
+        NVLink, which have few FLOPs per byte, three times as long.
         """
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, key_pos = compressed.split(sizes, dim=-1)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.families.rope import ROPE_KEYS
 from swiftlite.model.layers.compiled import compiled
 from swiftlite.runtime.device import on_device

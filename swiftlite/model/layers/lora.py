@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import nn
 
+from swiftlite.base.lora import Lora, is_adapter
 from swiftlite.bridge import placement
 from swiftlite.bridge.adapters.rows import (
     HF_MAGNITUDE,
@@ -44,7 +45,6 @@ from swiftlite.bridge.binding import Binding, bind
 from swiftlite.bridge.join import InterleaveBlocks
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.transfer import gather_hf
-from swiftlite.lora import Lora, is_adapter
 from swiftlite.model.gpt import GPTModel
 
 

@@ -30,7 +30,7 @@ from transformer_engine.pytorch import (  # pyright: ignore[reportMissingImports
 from transformer_engine.pytorch import RMSNorm as TERMSNorm  # pyright: ignore[reportMissingImports]
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # pyright: ignore[reportMissingImports]
 
-from swiftlite.errors import OptionError
+from swiftlite.base.errors import OptionError
 from swiftlite.model.attention import attention
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.context_parallel import causal_segments, shared_row

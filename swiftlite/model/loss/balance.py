@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from swiftlite.heads import Heads
+from swiftlite.base.heads import Heads
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.rl_fields import CompletionArgs
+from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.index import ENGINES, names_with
-from swiftlite.errors import UserError
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, mtp_init_of

@@ -11,7 +11,7 @@ from swiftlite.args.data_file import split_sample
 from swiftlite.args.docs import options
 from swiftlite.args.fields import ImageArgs, VisionArgs
 from swiftlite.args.mock_config import FLAG, check_mock_config
-from swiftlite.errors import UserError
+from swiftlite.base.errors import UserError
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import layout_of, sequence_multiple

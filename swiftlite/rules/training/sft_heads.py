@@ -5,9 +5,9 @@ from pathlib import Path
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.conventions.index import CONVENTIONS
+from swiftlite.base.heads import Heads
 from swiftlite.families import FAMILIES
-from swiftlite.heads import Heads
+from swiftlite.families.serving.index import CONVENTIONS
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import (

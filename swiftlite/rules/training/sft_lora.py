@@ -5,10 +5,10 @@ from itertools import chain
 
 from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.config import Problem
+from swiftlite.base.lora import ALL_LINEAR, is_named
 from swiftlite.bridge.adapters.rows import is_linear, leaf_of, module_of, modules_of
 from swiftlite.bridge.rows import Row, shapes_of
 from swiftlite.families.index import FAMILIES
-from swiftlite.lora import ALL_LINEAR, is_named
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, heads_tuner_of, mtp_init_of
 from swiftlite.plan.trainable import numberless

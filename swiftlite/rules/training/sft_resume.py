@@ -11,7 +11,7 @@ from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.resume import CHANGEABLE
-from swiftlite.json_file import read_json
+from swiftlite.base.json_file import read_json
 from swiftlite.methods.index import command_of_run, method_of
 from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults

@@ -15,10 +15,10 @@ from swiftlite.data.packing.packing import PackedRows, pack, padded
 from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule
 from swiftlite.data.sample import Sample
-from swiftlite.estimate.flops import Flops
 from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.pipeline import run_pipeline
+from swiftlite.plan.cost.flops import Flops
 from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
 from swiftlite.plan.run import Plan
 from swiftlite.runtime.device import on_device

@@ -6,9 +6,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
 
+from swiftlite.base.lora import is_adapter
 from swiftlite.bridge.adapters.rows import A
 from swiftlite.bridge.placement import global_name
-from swiftlite.lora import is_adapter
 from swiftlite.model.layers.lora import Adapter
 from swiftlite.runtime.mesh import Mesh
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from swiftlite.base.log import logger
 from swiftlite.bridge.adapters.files import combine_digests, digest_of_tensor
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.log import logger
 
 ROUND_SECONDS = 20.0
 """Seconds for which each rank hashes tensors before all ranks exchange their digests. A rank thus waits for the slowest

@@ -25,12 +25,12 @@ from megatron.core.transformer.module import MegatronModule
 from pydantic import BaseModel, Field, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swiftlite.atomic import fsync_tree, sync
+from swiftlite.base.atomic import fsync_tree, sync
+from swiftlite.base.errors import UserError, is_of_storage, reason_of
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
+from swiftlite.base.lora import HeadsTuner
 from swiftlite.bridge.tensors import some
-from swiftlite.errors import UserError, is_of_storage, reason_of
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
-from swiftlite.lora import HeadsTuner
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.runtime.mesh import Mesh

@@ -14,13 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import TENSORS_FILE, quantization_change, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
 
 CARRIED_FILE = "carried.safetensors"
 """File with the parts of the source model other than the language model, such as a vision tower, if there are any."""

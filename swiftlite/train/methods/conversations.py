@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.batch import Extra
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder, Encoder, PromptEncoder, encode_prompt
@@ -18,7 +19,6 @@ from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.data.rows.image_parts import TAG
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
 from swiftlite.data.template import ChatTemplate, stop_token_ids
-from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 from swiftlite.runtime.agreement import digest

@@ -7,8 +7,8 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from swiftlite.acceptance import statistics
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch
-from swiftlite.heads import Heads
 from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses

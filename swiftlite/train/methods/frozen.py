@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.bridge.tensors import describe
-from swiftlite.errors import UserError
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import ParallelLayout

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 
 from swiftlite.args.commands import DpoArgs
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.data.changed_samples import ChangedSamples, JoinedSamples
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder
 from swiftlite.data.rows.rated import mismatch, parse_rated
 from swiftlite.data.sample import Sample, digest
-from swiftlite.heads import Heads
 from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from swiftlite.acceptance import statistics
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch
-from swiftlite.heads import Heads
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.runtime.mesh import Mesh

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from swiftlite.acceptance import statistics
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch
-from swiftlite.heads import Heads
 from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses

@@ -12,8 +12,8 @@ import torch
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch.nn.functional import logsigmoid
 
+from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra
-from swiftlite.heads import Heads
 from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses

@@ -22,17 +22,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from swiftlite.atomic import atomic_write, check_writable
+from swiftlite.base.atomic import atomic_write, check_writable
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.base.log import logger
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
 from swiftlite.data.changed_samples import ChangedSamples
 from swiftlite.data.image_inputs import IMAGE_EXTRAS
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
-from swiftlite.heads import Heads
-from swiftlite.log import logger
 from swiftlite.model.forward import forward_step_of
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model

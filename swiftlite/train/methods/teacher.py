@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from swiftlite.base.errors import UserError
 from swiftlite.data.batch import Batch
 from swiftlite.data.template import load_tokenizer
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Protocol
 
 from tqdm import tqdm
 
-from swiftlite.atomic import atomic_write
-from swiftlite.errors import UserError, reason_of
-from swiftlite.log import logger
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError, reason_of
+from swiftlite.base.log import logger
 from swiftlite.report.metrics import METRICS_FILE, metrics_of, restarts_in
 from swiftlite.train.metrics.trackers import open_trackers
 

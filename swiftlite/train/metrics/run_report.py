@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from swiftlite.atomic import atomic_write
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.dataset import Data
-from swiftlite.errors import UserError
 from swiftlite.plan.trainable import Trainable, is_head_parameter
 
 REPORT_FILE = "run_report.json"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from swiftlite.log import logger
+from swiftlite.base.log import logger
 from swiftlite.runtime.mesh import Mesh
 
 SLOWER = 1.2

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from swiftlite.atomic import atomic_write
-from swiftlite.errors import UserError, clip, reason_of
-from swiftlite.json_file import read_json
-from swiftlite.log import logger
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError, clip, reason_of
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 
 PROJECT = "swiftlite"
 """Name of the tracker's project for a run, unless the tracker's environment variable sets another name."""

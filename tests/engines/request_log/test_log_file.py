@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.request_log.log_file import LogFile
-from swiftlite.errors import UserError
 from tests.messages import naming
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from swiftlite.base.log import logger
 from swiftlite.data.dataset import load_prompts, load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.images import read_image
@@ -20,7 +21,6 @@ from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.engines.request_log import middleware
 from swiftlite.engines.request_log.middleware import RequestLog, variables
-from swiftlite.log import logger
 from tests.data.images import data_uri, noise
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf

@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.server import process as server
 from swiftlite.engines.server_command import ServerCommand
-from swiftlite.errors import UserError
 from tests.messages import mentions
 
 # Serves /health after a start; `child` is a process that would outlive it, `stubborn` one that does not stop.

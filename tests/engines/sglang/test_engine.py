@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.engine import draft_counts, engine_options
 from swiftlite.engines.sglang.options import cpu_variables
-from swiftlite.errors import UserError
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from swiftlite.conventions.built import builds_quantized, modules_of
-from swiftlite.conventions.index import CONVENTIONS, MATCHINGS
-from swiftlite.conventions.quantized import head_modules, unlisted_engines, with_heads_kept
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.families.serving.built import builds_quantized, modules_of
+from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
+from swiftlite.families.serving.quantized import head_modules, unlisted_engines, with_heads_kept
 from tests.engines.dry_loads import dry_loads
 from tests.engines.quantized_lists import list_plain, list_trunk
 from tests.quantized import quantize_hf

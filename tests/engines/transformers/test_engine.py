@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.engine import load_trunk
-from swiftlite.errors import UserError
 from tests.bridge.test_fp8 import expected, make_fp8
 from tests.engines.reference import Reference
 from tests.messages import mentions

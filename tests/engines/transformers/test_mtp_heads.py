@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
+from swiftlite.base.drafting import Drafting
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
-from swiftlite.heads.drafting import Drafting
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
 from tests.tiers import some_of
 from tests.tiny import ALIKE, CLASSES, make_tiny_hf, mtp_names

@@ -10,13 +10,13 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.base.drafting import Drafting
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers import engine as engine_module
 from swiftlite.engines.transformers import verification
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.engines.transformers.verification import verify
-from swiftlite.heads.drafting import Drafting
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.tiers import some_of

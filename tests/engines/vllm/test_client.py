@@ -6,6 +6,7 @@ import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import ImageArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.client import Answer
@@ -13,7 +14,6 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder
 from swiftlite.engines.vllm.client import read_answer
 from swiftlite.engines.vllm.metrics import read_cached_tokens, read_metrics
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from tests.data.images import noise
 from tests.engines.small_server import streamed, with_server

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.base.errors import UserError
 from swiftlite.cli import doctor
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
@@ -20,7 +21,6 @@ from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.dry_load import dry_load
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.errors import UserError
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
 from tests.engines.dry_loads import dry_loads
 from tests.engines.reference import convention

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.engine import engine_options
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import schedule_options, speculative_config
-from swiftlite.errors import UserError
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 

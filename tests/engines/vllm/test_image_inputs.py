@@ -7,12 +7,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftlite.args.commands import InferArgs
+from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.engines.vllm.image_inputs import check_same_length, image_options, vllm_prompt
-from swiftlite.errors import UserError
 from swiftlite.families.resolved import resolve
 from tests.data.images import TOKENS, noise
 from tests.images import make_vision_hf_with_tokenizer

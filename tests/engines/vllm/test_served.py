@@ -14,10 +14,10 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from swiftlite.engines.vllm.served import ServedVllm
-from swiftlite.errors import UserError
 from tests.engines.small_server import serving
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf

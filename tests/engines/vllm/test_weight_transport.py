@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.loading.weight_update import Part
 from swiftlite.engines.vllm.live import weight_transport
 from swiftlite.engines.vllm.live.ipc_handle import as_arguments, as_plain_values
 from swiftlite.engines.vllm.live.weight_channel import VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import Nccl, check_gpus, make_transport
-from swiftlite.errors import UserError
 from tests.gpu_links.gpu_links import install, reduce_tensor
 from tests.messages import naming
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.loading.weight_update import WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_channel import LlmClient, VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import Files
-from swiftlite.errors import UserError
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf
 

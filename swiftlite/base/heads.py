@@ -1,0 +1,102 @@
+"""Describe the MTP heads of a model as one value: their number of layers, and the number and ids of the tokens that
+they draft.
+
+The plan, the model, a run's report, an export's config.json and the flags of an engine use this value.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftlite.base import draft_vocab
+from swiftlite.base.drafting import Drafting
+
+DEPTH_KEY = "num_nextn_predict_layers"
+"""Key of config.json for the number of MTP layers. Engines read it."""
+QWEN3_5_DEPTH_KEY = "mtp_num_hidden_layers"
+"""Key of config.json for the number of MTP layers in Qwen3.5 and 3.6."""
+UNROLL_KEY = "mtp_unroll"
+"""Key of an export's config.json for the number of tokens that its single MTP layer was trained to draft. No engine
+reads it."""
+DRAFT_VOCAB_KEY = "mtp_draft_vocab"
+"""Key of an export's config.json for the ids of the tokens that its heads can draft, see
+`swiftlite.base.draft_vocab`."""
+DRAFTING_KEY = "mtp_drafting"
+"""Key of an export's config.json for the inputs of its heads, if --draft_for was used. No engine reads it."""
+
+KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY)
+"""All keys of a config.json that describe heads only."""
+
+
+def depth_key(hf_config: Mapping[str, Any]) -> str:
+    """Return the key of a config.json for the number of MTP layers."""
+    if str(hf_config.get("model_type")).startswith("qwen3_5"):
+        return QWEN3_5_DEPTH_KEY
+    return DEPTH_KEY
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The MTP heads that a checkpoint declares or a run trains.
+
+    Attributes:
+        layers: number of MTP layers, each with separate weights; 0 for a model without heads.
+        unroll: number of times that a single MTP layer is applied, each time to its own state; 1 with several layers.
+        beta: loss weight of each draft token relative to the previous one, for an unrolled layer.
+        draft_vocab: ids of the tokens that heads can draft, ascending; empty for the whole vocabulary.
+        drafting: inputs of the heads; None means the inputs that vLLM passes to heads of the family.
+    """
+
+    layers: int = 0
+    unroll: int = 1
+    beta: float = 1.0
+    draft_vocab: tuple[int, ...] = field(default=(), repr=False)
+    drafting: Drafting | None = None
+
+    @classmethod
+    def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
+        """Return the heads that a config.json declares; none if the key is missing or its value is not a number."""
+        declared: dict[str, Any] = {}
+        layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
+        drafted, drafting = hf_config.get(DRAFT_VOCAB_KEY), hf_config.get(DRAFTING_KEY)
+        if isinstance(layers, int):
+            declared["layers"] = layers
+        if isinstance(unroll, int) and unroll:
+            declared["unroll"] = unroll
+        if drafted:
+            declared["draft_vocab"] = draft_vocab.from_text(drafted, hf_config.get("vocab_size", 0))
+        if drafting is not None:
+            declared["drafting"] = Drafting.from_json(drafting)
+        return cls(**declared)
+
+    @property
+    def drafts(self) -> int:
+        """Number of draft tokens in one step of an engine, in addition to the next token."""
+        return self.layers * self.unroll
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the draft tokens in the MTP loss, which add up to 1.
+
+        For example, two layers have the weights 1/2 and 1/2. One layer unrolled three times with beta 0.5 has 4/7, 2/7
+        and 1/7.
+        """
+        powers = [self.beta**step for step in range(self.unroll)] * self.layers
+        return tuple(power / sum(powers) for power in powers)
+
+    def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the change of a config.json that makes it declare these heads.
+
+        The change always includes the number of layers, because some config.json files do not declare this number.
+        """
+        declared = Heads.from_config(hf_config)
+        change: dict[str, Any] = {}
+        if self.layers or declared.layers:
+            change[depth_key(hf_config)] = self.layers
+        if declared.unroll != self.unroll:
+            change[UNROLL_KEY] = self.unroll
+        if declared.draft_vocab != self.draft_vocab:
+            change[DRAFT_VOCAB_KEY] = draft_vocab.to_text(self.draft_vocab)
+        if declared.drafting != self.drafting:
+            change[DRAFTING_KEY] = self.drafting and self.drafting.to_json()
+        return change

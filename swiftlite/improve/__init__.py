@@ -1,0 +1,1 @@
+"""Define the commands that call other commands: `regenerate` and `speedup`."""

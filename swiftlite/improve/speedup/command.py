@@ -1,0 +1,243 @@
+"""Run `swiftlite speedup`.
+
+In each round the model writes prompts and answers them, heads are trained on all answers so far, and the drafts that
+would be accepted on held-out prompts are counted. The first round is small and shows how fast the machine is; the next
+rounds use the rest of the budget. At the end `bench` measures the speed with the best heads.
+"""
+
+import math
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_answers
+from swiftlite.args.commands import SpeedupArgs
+from swiftlite.args.duration import seconds_of
+from swiftlite.base.atomic import check_writable
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
+from swiftlite.bridge.tensors import describe
+from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.data.user_turn import UserTurn
+from swiftlite.engines.llamacpp.info import LLAMACPP
+from swiftlite.engines.served_model import resolve_served
+from swiftlite.families.resolved import HfModel
+from swiftlite.improve.speedup import budget
+from swiftlite.improve.speedup.dataset import RoundRows
+from swiftlite.improve.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
+from swiftlite.improve.speedup.plan import ANSWERS, HELD_OUT, OTHER_SECONDS, Commands
+from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result
+from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
+from swiftlite.improve.speedup.state import MODEL, Progress
+from swiftlite.improve.speedup.steps import CommandStep, is_complete, run_step
+from swiftlite.runtime.environment import sees_gpu
+from swiftlite.runtime.lock import only_run_in
+
+# Options that may change when a command resumes: with a larger budget more rounds run, with another concurrency `bench`
+# runs again, and the others do not change results.
+NOT_SETTINGS = ("budget", "concurrency", "output_dir", "trust_remote_code")
+
+
+def run(args: SpeedupArgs) -> None:
+    """Train heads within the budget, and print speed and acceptance with these heads.
+
+    Raises:
+        UserError: an option or the model is invalid, or a step failed; completed steps are kept.
+    """
+    model = resolve_served(args.model)
+    _check_template(args, model)
+    directory = Path(args.output_dir)
+    rows = RoundRows(args, directory)
+    settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
+    check_writable("--output_dir", directory)
+    with only_run_in(directory):
+        progress = Progress.read(directory, settings)
+        if not progress.rounds:
+            _check_rows(rows.largest_round())
+        progress.write(directory)
+        if progress.spent:
+            used = f"{progress.spent / 60:.0f} minutes of --budget {args.budget} are used"
+            logger.info("resuming: %d steps are complete, %s", len(progress.seconds), used)
+        try:
+            best = _Speedup(args, model, rows, directory, progress).best_heads()
+        except KeyboardInterrupt:
+            hint = "run the same command again to resume"
+            raise UserError("interrupted; completed steps are kept", hint, 130) from None
+    bench = directory / best / "bench" / "bench.json"
+    other = directory / LLAMACPP.name / "bench" / "bench.json"
+    answers = read_answers(directory / run_with(best)).get(_when(best), [])
+    with_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    lines = read_result(bench, partial(final_lines, progress, best, acceptance=_accepted(directory, best)))
+    if f"{LLAMACPP.name}/bench" in progress.seconds and other.exists():
+        lines += read_result(other, partial(other_lines, read_result(bench, best_server), LLAMACPP.label))
+    for line in [*answer_lines(answers, with_color), "", *lines]:
+        print(line)
+
+
+def _accepted(directory: Path, name: str) -> dict[str, list[float]]:
+    """Return the share of accepted drafts of the heads called `name`, by channel and position."""
+    path = directory / run_with(name) / ACCEPTANCE_FILE
+    return read_result(path, partial(accepted_drafts, when=_when(name)))
+
+
+def _when(name: str) -> When:
+    """Return whether heads were measured before or after the training of a round. The heads of --model are those from
+    which the first round starts.
+    """
+    if name == MODEL:
+        return "before"
+    return "after"
+
+
+def _check_template(args: SpeedupArgs, model: HfModel) -> None:
+    """Check that the model has a chat template, and that the model can write prompts with it if prompts are needed.
+
+    Raises:
+        UserError: there is no template, or the model cannot write prompts with it.
+    """
+    try:
+        template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    except UserError as error:
+        raise UserError(f"--model {args.model}: {error.problem}", error.hint) from None
+    if args.dataset and args.self_prompts_share == 0:
+        return
+    try:
+        UserTurn(template)
+    except UserError as error:
+        hint = "let it answer only rows of a dataset: --dataset FILE --self_prompts_share 0"
+        raise UserError(f"--model {args.model} cannot write prompts: {error.problem}", hint) from None
+
+
+def _check_rows(number: int | None) -> None:
+    """Check that a dataset is large enough for the first round.
+
+    Args:
+        number: number of its different rows; None if the model writes prompts too.
+
+    Raises:
+        UserError: there are too few rows.
+    """
+    if number is not None and number < MIN_ROWS:
+        problem = f"--dataset has only {number} different prompts, at least {MIN_ROWS} are required"
+        raise UserError(problem, "give more prompts, or let the model write some: --self_prompts_share 0.5")
+
+
+class _Speedup:
+    """One run of `swiftlite speedup`. `best_heads` runs all steps that are not complete."""
+
+    def __init__(self, args: SpeedupArgs, model: HfModel, rows: RoundRows, directory: Path, progress: Progress):
+        self._model = model
+        self._rows = rows
+        self._args = args
+        self._directory = directory
+        self._progress = progress
+        self._commands = Commands(args, model, directory)
+        self._budget = float(seconds_of(args.budget) or 0)  # a rule has checked the duration
+
+    def best_heads(self) -> str:
+        """Run rounds while the budget lasts, then `bench`; return the name of the best heads.
+
+        After an interruption, this function starts with the first round again, and `run_step` skips the complete steps.
+        """
+        number = 1
+        while prompts := self._prompts_of(number):
+            self._run_round(number, prompts)
+            number += 1
+        best = self._progress.best
+        accepted = self._progress.acceptance[best]
+        later = 2.0 * OTHER_SECONDS * len(self._commands.other_engine())  # each command also starts
+        seconds = budget.bench_seconds(self._budget, self._progress.spent, later)
+        self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds))
+        try:
+            for step in self._commands.other_engine():
+                self._run_bench(step)
+        except UserError as error:
+            logger.warning("%s is not compared: %s", LLAMACPP.label, error.problem)
+        return best
+
+    def _run_bench(self, step: CommandStep) -> None:
+        """Run a step like `_run`; a complete `bench` runs again if it was for another --concurrency."""
+        measured = self._args.concurrency
+        if step.words[0] == "bench" and is_complete(step, self._progress):
+            measured = read_result(step.result, concurrency_of)
+        if measured != self._args.concurrency:
+            logger.info("bench runs again, for another --concurrency")
+            self._progress.repeat(step.name)
+        self._run(step)
+
+    def _prompts_of(self, number: int) -> int:
+        """Return the number of prompts of a round; 0 if the rest of the budget is too small for a round.
+
+        For a round that has started, the stored number is returned. For a new round, the number is computed from the
+        current --budget, which may be larger than in a previous call.
+        """
+        rounds = self._progress.rounds
+        if number <= len(rounds):
+            return rounds[number - 1]
+        largest = self._rows.largest_round()
+        if number == 1:
+            prompts = budget.first_round(self._budget, largest, self._seconds_per_prompt())
+        else:
+            times = [self._times_of(each) for each in range(1, number)]
+            prompts = budget.next_round(self._budget, self._progress.spent, times, largest)
+        if prompts:
+            rounds.append(prompts)
+            self._progress.write(self._directory)
+            logger.info("round %d: %d prompts", number, prompts)
+        return prompts
+
+    def _seconds_per_prompt(self) -> float:
+        """Return the estimated seconds for a prompt of the first round; 0 with a GPU, where starts take longer."""
+        if sees_gpu():
+            return 0.0
+        tensors = describe(self._model.directory)
+        num_parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+        return budget.seconds_per_prompt(num_parameters, self._args.max_new_tokens)
+
+    def _times_of(self, number: int) -> budget.RoundTimes:
+        seconds = self._progress.seconds
+        return budget.RoundTimes(
+            self._progress.rounds[number - 1],
+            seconds[f"round-{number}/answers"],
+            seconds[f"round-{number}/training"],
+            seconds[f"round-{number}/export"],
+        )
+
+    def _run_round(self, number: int, prompts: int) -> None:
+        commands, progress, directory = self._commands, self._progress, self._directory
+        rows = self._rows.of_round(number, prompts)
+        first = sum(progress.rounds[: number - 1])
+        self._run(commands.answers(number, prompts, len(rows), first))
+        self._divide(number)
+        base = progress.best or (MODEL if self._model.heads.layers else "")
+        self._run(commands.training(progress.rounds[:number], base))
+        shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
+        for name in {base, f"round-{number}"} - {""}:
+            progress.acceptance.setdefault(name, _accepted(directory, name)[ALL])
+        self._run(commands.export(number))
+
+    def _run(self, step: CommandStep) -> None:
+        """Run a step unless it is complete, after a line about the time so far."""
+        if not is_complete(step, self._progress):
+            spent = self._progress.spent
+            used = f"{spent / 60:.1f} minutes of --budget {self._args.budget} used"
+            if spent > self._budget:
+                logger.warning("%s: %s; the first round and bench always run", step.name, used)
+            else:
+                logger.info("%s: %s", step.name, used)
+        run_step(step, self._progress, self._directory)
+
+    def _divide(self, number: int) -> None:
+        """Write the training rows of a round; in the first round also the held-out rows that all rounds share."""
+        training = self._directory / f"round-{number}" / "train.jsonl"
+        held_out = self._directory / HELD_OUT
+        if training.exists() and held_out.exists():
+            return
+        rows = read_rows(training.parent / ANSWERS / "dataset.jsonl")
+        if number == 1:
+            rows, kept = divide(rows)
+            write_rows(held_out, kept)
+        write_rows(training, without_similar(rows, read_rows(held_out)))

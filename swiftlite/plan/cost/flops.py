@@ -1,0 +1,167 @@
+"""Count the FLOPs of training from config.json and actual lengths. Does not import torch.
+
+Each kind of layer counts its operations (`families/layer.py`). A multiply-add counts as two operations. Attention is
+counted for causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens, without those outside of a sliding
+window. Only selected experts are counted, and
+the output layer is counted only for positions with a label (`model.loss` computes no other logits). Padding,
+recomputation, and operations other than matrix products (norms, rotary embeddings, softmax, optimizer) are not counted.
+A tower counts its operations from the numbers of items of images; all pairs of patches of an image attend.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swiftlite.base.heads import Heads
+from swiftlite.base.lora import Lora
+from swiftlite.bridge.adapters.rows import saved_names
+from swiftlite.bridge.rows import lift
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.family import HfConfig
+from swiftlite.families.index import architecture_of
+from swiftlite.families.layer import num_pairs
+from swiftlite.families.tower import FROZEN, Tower, TrainedParts
+from swiftlite.plan.cost.adapters import adapter_macs
+
+_PER_MAC = 2
+"""Number of operations of a multiply-add."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of a forward and backward pass, over all ranks of a replica.
+
+    Attributes:
+        linear: operations per token, without the output layer.
+        square: operations per squared length of a sequence.
+        targets: operations per label, for the trunk and for each MTP depth.
+        item: operations of a tower per item, such as a group of patches of an image.
+        item_square: operations of a tower per squared number of items of an image.
+        windows: sizes of sliding windows in tokens, each with the operations per pair of tokens in the layers with this
+            window. `linear` and `square` include the pairs outside of the windows.
+    """
+
+    linear: float
+    square: float
+    targets: tuple[float, ...]
+    item: float = 0.0
+    item_square: float = 0.0
+    windows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def per_token(self) -> float:
+        """Operations per token if every token has a label. `data.packing.schedule` balances ranks by `per_token` and
+        `square`."""
+        return self.linear + sum(self.targets)
+
+    def outside_windows(self, length: int) -> int:
+        """Return the operations for pairs outside of the windows of a sequence of `length` tokens, which are not
+        computed.
+        """
+        missing = 0
+        for window, per_pair in self.windows:
+            missing += per_pair * (num_pairs(length, None) - num_pairs(length, window))
+        return missing
+
+    def step(
+        self,
+        num_tokens: int,
+        squares: int,
+        num_targets: Sequence[int],
+        num_items: int = 0,
+        item_squares: int = 0,
+        outside_windows: float = 0.0,
+    ) -> float:
+        """Return the operations of a step.
+
+        Args:
+            num_tokens: sum of the lengths of the step's sequences.
+            squares: sum of the squared lengths of these sequences.
+            num_targets: number of labels that are not ignored, of the trunk and of each MTP depth.
+            num_items, item_squares: sums of the numbers of items of the step's images, and of their squares.
+            outside_windows: sum of `outside_windows` of the step's sequences.
+        """
+        vocabulary = sum(each * number for each, number in zip(self.targets, num_targets, strict=True))
+        tower = self.item * num_items + self.item_square * item_squares
+        return self.linear * num_tokens + self.square * squares + vocabulary + tower - outside_windows
+
+
+def training_flops(
+    hf_config: HfConfig,
+    heads: Heads = Heads(),
+    *,
+    heads_only: bool = False,
+    trunk_is_read: bool = False,
+    lora: Lora | None = None,
+    tower: Tower | None = None,
+    trained_parts: TrainedParts = FROZEN,
+    freeze_llm: bool = False,
+) -> Flops:
+    """Return the FLOPs of training a tower, the trunk, the MTP layers, and the output layer for the trunk and each MTP
+    depth.
+
+    A backward pass has twice the operations of a forward pass, for gradients of inputs and of weights. With
+    `heads_only`, there are no gradients of the trunk, of its loss, and of the output layer's weights. With adapters,
+    only the weights of adapters and of modules that are trained in full have gradients.
+
+    Args:
+        hf_config: config.json.
+        trunk_is_read: with `heads_only`, whether cached states replace the computation of the trunk and of the tower.
+        tower: tower of the model; None if the run computes no tower.
+        trained_parts: trained parts of the tower.
+        freeze_llm: whether the trunk's weights have no gradients, but its states have.
+
+    Raises:
+        UserError: the model_type is unknown.
+    """
+    architecture = architecture_of(hf_config)
+    hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
+    trunk_passes = output_passes = head_passes = 3
+    if heads_only:
+        trunk_passes, output_passes = 1, 2
+    if trunk_is_read:
+        trunk_passes = 0
+    matrix_passes = trunk_passes
+    if freeze_llm:
+        matrix_passes = output_passes = 2
+    trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
+    mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
+    adapters, head_adapters = 0, 0
+    if lora is not None:
+        matrix_passes = min(trunk_passes, 2)
+        if lora.heads != "full":
+            head_passes = 2
+        if heads_only or not _output_layer_learns(architecture, lora):
+            output_passes = 2
+        for number, layer in enumerate(architecture.layers):
+            adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
+        head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
+    # n * (n + 1) / 2 pairs with two operations each are n ** 2 + n operations.
+    pairs: dict[int | None, int] = {}  # by window
+    passes = [(trunk_passes, layer) for layer in architecture.layers] + [(3, block)] * num_drafts
+    for number, layer in passes:
+        window = layer.attention.window
+        pairs[window] = pairs.get(window, 0) + number * layer.attention.macs_per_pair()
+    square = sum(pairs.values())
+    vocabulary = _PER_MAC * architecture.outside.vocab * hidden
+    drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
+    head_output_passes = output_passes
+    if architecture.outside.heads_have_output_layers:
+        head_output_passes = head_passes
+    trunk_target = output_passes * vocabulary
+    if heads_only:
+        trunk_target = trunk_passes * vocabulary
+    item = item_square = 0.0
+    if tower is not None and not trunk_is_read:
+        item, item_square = tower.macs(trained_parts)
+    return Flops(
+        linear=matrix_passes * trunk + adapters + (head_passes * mtp_layer + head_adapters) * num_drafts + square,
+        square=square,
+        targets=(trunk_target, *[head_output_passes * drafted] * num_drafts),
+        item=_PER_MAC * item,
+        item_square=_PER_MAC * item_square,
+        windows=tuple((window, _PER_MAC * per_pair) for window, per_pair in pairs.items() if window is not None),
+    )
+
+
+def _output_layer_learns(architecture: Architecture, lora: Lora) -> bool:
+    return "output_layer.weight" in saved_names(lora, architecture.outside.rows())

@@ -1,0 +1,145 @@
+"""List the matrix products of a decoder layer on a rank, and estimate their times."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from swiftlite.families.layer import Layer
+from swiftlite.families.rank import Rank
+from swiftlite.plan.cost.adapters import is_split_by_columns
+from swiftlite.plan.cost.gpus import Gpu
+from swiftlite.plan.cost.timing import memory_seconds, product_seconds
+from swiftlite.plan.low_precision import LowPrecision, takes_low_precision
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a linear layer on a rank.
+
+    Attributes:
+        module: the value of --recompute_modules that recomputes the product; empty if no value does.
+        number: number of identical products.
+        is_grouped: whether one kernel computes all `number` products.
+        stack_bytes: bytes moved per weight to stack the weights of experts (`Software.stack_bytes`), if `is_grouped`.
+        is_expert: whether the matrices belong to an expert.
+        low: low precision of the product; None for bfloat16.
+        tokens_in, tokens_out: number of tokens whose states and gradients are quantized on this rank. It is smaller
+            than `tokens` if ranks gather quantized tensors.
+    """
+
+    tokens: float
+    size_out: int
+    size_in: int
+    module: str = ""
+    number: int = 1
+    is_grouped: bool = False
+    stack_bytes: float = 0
+    is_expert: bool = False
+    low: LowPrecision | None = None
+    tokens_in: float = 0
+    tokens_out: float = 0
+
+    @property
+    def weights(self) -> int:
+        """Number of elements of all `number` weight matrices."""
+        return self.number * self.size_out * self.size_in
+
+    def forward(self, gpu: Gpu) -> float:
+        """Return the seconds of the forward pass."""
+        return self._seconds(gpu, self.tokens, self.size_out, self.size_in) + self._stacking(gpu)
+
+    def backward(self, gpu: Gpu, learns: bool = True) -> float:
+        """Return the seconds to compute the gradients of inputs and, if `learns`, also the gradients of weights."""
+        seconds = self._seconds(gpu, self.tokens, self.size_in, self.size_out) + self._stacking(gpu)
+        if learns:
+            seconds += self._seconds(gpu, self.size_out, self.size_in, self.tokens)
+        return seconds
+
+    def quantizing(self) -> tuple[float, float]:
+        """Return the bytes moved to quantize the inputs in the forward pass, and the gradients in the backward pass.
+
+        Weights are quantized once per step; only weights of experts are quantized in each pass (`model/layers/te.py`).
+        """
+        if self.low is None:
+            return 0, 0
+        forward = self.number * self.tokens_in * self.size_in + self.is_expert * self.weights
+        return self.low.moved * forward, self.low.moved * self.number * self.tokens_out * self.size_out
+
+    def _stacking(self, gpu: Gpu) -> float:
+        if not self.is_grouped:
+            return 0
+        return memory_seconds(gpu, self.stack_bytes * self.weights)
+
+    def _seconds(self, gpu: Gpu, rows: float, columns: int, inner: float) -> float:
+        faster, itemsize = 1.0, 2.0
+        if self.low:
+            faster, itemsize = self.low.speedup, self.low.quantized.copy
+        if not self.is_grouped:
+            return self.number * product_seconds(gpu, rows, columns, inner, faster=faster, itemsize=itemsize)
+        return product_seconds(gpu, rows, columns, inner, self.number, faster, itemsize)
+
+
+def products_of(
+    layer: Layer,
+    rank: Rank,
+    has_grouped_experts: bool = False,
+    stack_bytes: float = 0,
+    low: LowPrecision | None = None,
+) -> Iterator[Product]:
+    """Yield the matrix products of a decoder layer on a rank. Every expert has the same number of tokens.
+
+    Args:
+        low: precision of the products that support it, including grouped experts.
+    """
+    experts = layer.mlp.experts
+    for name, size_out, size_in in layer.matrices:
+        tokens, ranks, number = float(rank.tokens), rank.tp, 1
+        if ".router." in name or name.endswith(".gate_weight"):
+            tokens, ranks = rank.sequence_tokens, 1
+        elif name.endswith(".linear_kv_up_proj.weight"):
+            tokens *= rank.cp  # each context-parallel rank expands the whole row
+        elif ".local_experts." in name:
+            tokens = rank.sequence_tokens * rank.etp * rank.ep * layer.mlp.topk / experts
+            ranks, number = rank.etp, experts // rank.ep
+        if is_split_by_columns(name):
+            size_in //= ranks
+        else:
+            size_out //= ranks
+        is_expert, is_grouped = ".local_experts." in name, has_grouped_experts and number > 1
+        module = _recompute_module(layer, name)
+        product = Product(tokens, size_out, size_in, module, number, is_grouped, stack_bytes, is_expert)
+        if low and takes_low_precision(name) and (has_grouped_experts or not is_expert):
+            product = in_low_precision(product, low, rank, is_split_by_columns(name))
+        yield product
+
+
+def _recompute_module(layer: Layer, name: str) -> str:
+    """Return the value of --recompute_modules that recomputes a matrix product; empty if no value does."""
+    if name.startswith("mlp."):
+        return layer.mlp.recompute_modules[0]
+    if "_up_proj." in name:
+        return "mla_up_proj"
+    return ""
+
+
+def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_by_columns: bool) -> Product:
+    """Return the product with the low precision `low`.
+
+    Args:
+        is_split_by_columns: whether tensor-parallel ranks split the product's input instead of its output.
+    """
+    here = there = product.tokens
+    if not product.is_expert:
+        there = float(rank.sequence_tokens)
+    if is_split_by_columns:
+        return dataclasses.replace(product, low=low, tokens_in=here, tokens_out=there)
+    return dataclasses.replace(product, low=low, tokens_in=there, tokens_out=here)
+
+
+def low_precision_weights(layer: Layer, rank: Rank) -> int:
+    """Count the elements of a layer's matrices on a rank that support low precision, except those of experts."""
+    number = 0
+    for name, size_out, size_in in layer.matrices:
+        if takes_low_precision(name) and ".local_experts." not in name:
+            number += size_out * size_in // rank.tp
+    return number

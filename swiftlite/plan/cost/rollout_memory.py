@@ -1,0 +1,87 @@
+"""Estimate the memory of `megatron grpo` on the GPU of the first rank, which the engine shares with the trainer
+(`doctor --plan --max_completion_length`), and the FLOPs of drawing. This module does not import torch.
+
+The engine holds the whole model and a KV cache, also while the model is trained. The activations of the engine, its
+CUDA graphs and the fixed-size states of linear attention are not counted.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.base.heads import Heads
+from swiftlite.families.family import HfConfig
+from swiftlite.families.index import architecture_of
+from swiftlite.families.rank import Rank
+from swiftlite.plan.cost.flops import training_flops
+from swiftlite.plan.cost.memory import StageMemory, estimate
+from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.cost.teacher_memory import teacher_weights
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """The memory of the GPU of the first rank, in bytes.
+
+    Attributes:
+        trainer: peak of the trainer in a step, on the first pipeline stage.
+        reference, teacher: weights of these models; 0 without them.
+        engine: weights of trunk and heads in the engine.
+        cache: keys and values of `--max_batch_size` sequences of `--max_length` tokens.
+    """
+
+    trainer: int
+    reference: int
+    teacher: int
+    engine: int
+    cache: int
+
+    @property
+    def total(self) -> int:
+        return self.trainer + self.reference + self.teacher + self.engine + self.cache
+
+
+def estimate_rollouts(
+    args: DoctorArgs,
+    setup: Setup,
+    stages: list[StageMemory],
+    hf_config: HfConfig,
+    reference_config: HfConfig,
+    teacher_config: HfConfig | None = None,
+) -> RolloutMemory:
+    """Return the memory of the GPU that trainer and engine share.
+
+    Args:
+        setup, stages: setup and stages of the trained model.
+        reference_config: config.json of the reference model, which has the layout of the trained model.
+        teacher_config: config.json of the teacher; None without one.
+    """
+    frozen = dataclasses.replace(setup, heads=Heads(), lora=None, low_precision=None)
+    reference = estimate(reference_config, frozen)[0].weights if args.beta else 0
+    teacher = teacher_weights(setup, teacher_config)[0] if teacher_config else 0
+    whole = dataclasses.replace(setup, layout=ParallelLayout(), num_gpus=1, lora=None, low_precision=None)
+    engine = estimate(hf_config, whole)[0].weights
+    return RolloutMemory(stages[0].total, reference, teacher, engine, _cache_bytes(args, setup, hf_config))
+
+
+def _cache_bytes(args: DoctorArgs, setup: Setup, hf_config: HfConfig) -> int:
+    architecture = architecture_of(hf_config)
+    rank = Rank(itemsize=setup.parameter_bytes, rows=args.max_batch_size, length=setup.max_length)
+    heads = [architecture.mtp_block.attention] * setup.heads.layers
+    attentions = [*(layer.attention for layer in architecture.layers), *heads]
+    return sum(attention.gathered(rank) for attention in attentions if not attention.is_recurrent)
+
+
+def rollout_flops(hf_config: HfConfig, setup: Setup, num_completion_tokens: int) -> tuple[float, float]:
+    """Return the FLOPs to draw a completion without drafts, and to train on it. Prompt and completion together have the
+    maximum length.
+    """
+    length, labels = setup.max_length, num_completion_tokens
+    drawing = training_flops(hf_config)
+    training = training_flops(hf_config, setup.heads, lora=setup.lora)
+    drawn, trained = (
+        flops.step(length, length**2, [labels] * len(flops.targets), outside_windows=flops.outside_windows(length))
+        for flops in (drawing, training)
+    )
+    return drawn / 3, trained  # drawing is a forward pass

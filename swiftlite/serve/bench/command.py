@@ -1,0 +1,135 @@
+"""Run `swiftlite bench`: measure the servers that `deploy` would start to find the best number of draft tokens.
+
+Servers are measured one after another; without a GPU, and with enough memory, all of them are started at the beginning.
+The server without drafts is measured first and last; the difference between these two measurements shows the noise of
+the machine. bench.json is written after each server, so that an interrupted run keeps its results.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swiftlite.args.commands import BenchArgs, deploy_args
+from swiftlite.args.fields import ImageArgs
+from swiftlite.base.atomic import atomic_write, check_writable
+from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
+from swiftlite.data.dataset import load_prompts
+from swiftlite.data.rows.conversation import Conversation
+from swiftlite.data.template import load_tokenizer, stop_token_ids
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.interrupt import raises_at_sigterm
+from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder
+from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.process import free_urls
+from swiftlite.families.resolved import HfModel
+from swiftlite.report.page import render
+from swiftlite.serve import deploy
+from swiftlite.serve.bench import report
+from swiftlite.serve.bench.measure import ServerResult, describe, measure
+from swiftlite.serve.bench.page import bench_chart, bench_page
+from swiftlite.serve.bench.servers import all_together, fit_together, one_at_a_time
+
+DRAWN = ("bench.svg", "bench.html")
+
+
+def run(args: BenchArgs) -> None:
+    """Measure, print a table and recommendations, and write bench.json, bench.svg and bench.html.
+
+    Raises:
+        UserError: the engine does not support the number of draft tokens or the temperature, or a prompt is too long;
+            these errors are detected before any server starts. Also if a server fails; previous measurements are then
+            kept.
+    """
+    model = resolve_served(args.model)
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
+    info = ENGINES[args.infer_backend]
+    # Without bounds of pixels: the server uses those of the model.
+    encoder = PromptEncoder.open(ImageArgs(args.media_root), model, tokenizer, info)
+    prompts = load(args, model, encoder)
+    info.check_temperature(args.temperature)
+    stops = stop_token_ids(encoder.template, model.directory)
+    sampling = Sampling(args.max_new_tokens, args.temperature, stop_token_ids=stops)
+    numbers = [0, *sorted(set(args.num_speculative_tokens) - {0})]
+    commands, urls = {}, {}
+    for k, (url, port) in zip(numbers, free_urls(len(numbers)), strict=True):
+        urls[k] = url
+        commands[k] = deploy.server_command(replace(deploy_args(args, k), port=port), model)
+    output_dir = Path(args.output_dir)
+    check_writable("--output_dir", output_dir)
+    environment = report.describe_environment(args)
+    servers: list[ServerResult] = []
+    content: dict[str, Any] = {}
+    for log in output_dir.glob("server_*.log"):  # of an earlier run
+        log.unlink()
+    start = all_together if fit_together(model, len(numbers)) else one_at_a_time
+    names = ", ".join(describe(k) for k in numbers)
+    logger.info("starting servers (%s), logs: %s", names, output_dir / "server_*.log")
+    with raises_at_sigterm(), start(commands, urls, output_dir) as get:
+        for k in [*numbers, 0]:
+            is_last = len(servers) == len(numbers)
+            seconds = None if servers else _seconds_of_round(args, len(numbers) + 1)
+            salt = "again " if is_last else ""
+            servers.append(measure(args, k, get(k), prompts, sampling, salt, seconds))
+            # The first measurement decides how many prompts there is time for.
+            prompts = prompts[: len(servers[0].measured[0].rounds[0].answers)]
+            content = environment | {"prompts": len(prompts)} | report.to_json(args, servers, is_complete=is_last)
+            atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
+            for name in DRAWN:  # files of an earlier run
+                (output_dir / name).unlink(missing_ok=True)
+    choices = report.choose_all(servers)
+    print(report.table(args, servers, choices))
+    print(report.recommendations(args, choices))
+    for warning in report.warnings(choices):
+        logger.warning("%s", warning)
+    atomic_write(output_dir / "bench.svg", bench_chart(content))
+    atomic_write(output_dir / "bench.html", render(bench_page(content)))
+    logger.info("wrote %s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
+
+
+def _seconds_of_round(args: BenchArgs, num_measurements: int) -> float | None:
+    """Return the time of one round over all prompts with which --max_seconds is kept; None without this option.
+
+    The rounds of the first concurrency are usually the longest, so the share of each round is rather too small.
+    """
+    if args.max_seconds is None:
+        return None
+    return args.max_seconds / (num_measurements * args.rounds * len(args.concurrency))
+
+
+def load(args: BenchArgs, model: HfModel, encoder: PromptEncoder) -> list[Sequence[int]]:
+    """Load the prompts as token ids; with images, as `ChatPrompt`.
+
+    Raises:
+        UserError: there are fewer prompts than the largest concurrency, a prompt leaves no room for an answer, or an
+            image cannot be used.
+    """
+    rows = load_prompts(args.val_dataset, system=args.system, no_images=encoder.no_images)
+    asked = [chat.prompt() for chat in rows][: args.max_prompts]
+    if len(asked) < max(args.concurrency):
+        raise UserError(
+            f"--concurrency {max(args.concurrency)} exceeds the {len(asked)} prompts in --val_dataset",
+            "add rows to --val_dataset, or use a smaller --concurrency",
+        )
+    prompts = [_as_sent(encoder(chat), chat) for chat in asked]
+    limit, name = model.config["max_position_embeddings"], "max_position_embeddings"
+    if args.max_model_len:
+        limit, name = args.max_model_len, "--max_model_len"
+    for chat, prompt in zip(asked, prompts, strict=True):
+        if len(prompt) + args.max_new_tokens > limit:
+            raise UserError(
+                f"{chat.source}: the prompt has {len(prompt)} tokens, which with --max_new_tokens "
+                f"{args.max_new_tokens} exceeds {name} {limit}",
+                "shorten one of them, or remove the row",
+            )
+    return prompts
+
+
+def _as_sent(prompt: Sequence[int], chat: Conversation) -> Sequence[int]:
+    """Return a prompt in the form that clients send."""
+    if isinstance(prompt, ImagePrompt):
+        return ChatPrompt.of(prompt, chat)
+    return prompt

@@ -1,0 +1,140 @@
+"""Test that the commands of `speedup` are valid command lines of swiftlite."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swiftlite.args.commands import SpeedupArgs
+from swiftlite.cli.parse import parse
+from swiftlite.cli.table import find
+from swiftlite.engines.info import EngineInfo
+from swiftlite.families.resolved import resolve
+from swiftlite.improve.speedup.plan import Commands
+from swiftlite.improve.speedup.steps import CommandStep
+from tests.tiny import make_tiny_hf
+
+
+def options_of(step: CommandStep):
+    """Return the options of a step as its process parses them."""
+    command, rest = find(list(step.words))
+    args, _ = parse(command.args_class, rest, command.words, command.choices())
+    return args
+
+
+@pytest.fixture
+def make_commands(tmp_path):
+    def make(depth: int = 0, vocab_size: int = 64, **options) -> Commands:
+        model = make_tiny_hf(tmp_path / f"model{depth}", "qwen3", depth=depth, vocab_size=vocab_size)
+        args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), **options)
+        return Commands(args, resolve(str(model)), tmp_path / "out")
+
+    return make
+
+
+def test_every_command_parses(make_commands, tmp_path):
+    commands = make_commands(system="Be brief.", torch_dtype="float32", trust_remote_code=True)
+    steps = [
+        commands.answers(1, 128, 0, 0),
+        commands.training([128, 500], "round-1"),
+        commands.export(1),
+        commands.bench("round-1", [0.3, 0.1, 0.05], 2, 99.5),
+    ]
+    for step in steps:
+        args = options_of(step)
+        assert Path(args.output_dir).is_relative_to(tmp_path / "out")
+        assert step.result.is_relative_to(args.output_dir)
+        if step.name != "round-1/export":
+            assert (args.torch_dtype, args.trust_remote_code) == ("float32", True)
+
+
+def test_rounds_write_different_prompts(make_commands):
+    """A prompt is sampled with the seed plus its number."""
+    assert options_of(make_commands(seed=2**32 - 1).answers(2, 128, 0, 128)).seed == 127  # the largest is 2**32 - 1
+    commands = make_commands(seed=7)
+    first, second = options_of(commands.answers(1, 128, 0, 0)), options_of(commands.answers(2, 300, 0, 128))
+    assert (first.seed, first.self_prompts) == (7, 128)
+    assert (second.seed, second.self_prompts) == (7 + 128, 300)
+    assert first.dataset == []
+
+
+@pytest.mark.parametrize(("num_rows", "self_prompts"), [(0, 200), (50, 150), (200, 0)])
+def test_rows_of_the_round_and_prompts_of_the_model(make_commands, tmp_path, num_rows, self_prompts):
+    args = options_of(make_commands().answers(3, 200, num_rows, 0))
+    assert args.self_prompts == self_prompts
+    assert (args.openings, args.openings_share) == (("builtin", 1.0) if self_prompts else (None, 1.0))
+    assert args.dataset == ([str(tmp_path / "out/round-3/rows.jsonl")] if num_rows else [])
+
+
+def test_training_fits_the_model(make_commands):
+    commands = make_commands()
+    small = options_of(commands.training([128, 500], ""))
+    assert small.model == commands.args.model
+    assert [Path(name).parent.name for name in small.dataset] == ["round-1", "round-2"]
+    assert (small.mtp_mode, small.mtp_unroll, small.draft_vocab) == ("heads_only", 3, None)
+    assert small.lr is None  # that of new heads
+    assert small.num_train_epochs == 3
+    assert options_of(commands.training([128], "")).train_iters == 1  # the heads are only fitted
+    assert options_of(make_commands(depth=1).training([128], "model")).train_iters is None
+    large = make_commands(vocab_size=10_000)
+    assert options_of(large.training([128], "")).draft_vocab == 8192
+    later = options_of(large.training([128, 500], "round-1"))
+    assert Path(later.model) == large.directory / "round-1" / "hf"
+    assert (later.draft_vocab, later.lr) == (None, 1e-3)  # None: that of the checkpoint
+    several_heads = options_of(make_commands(depth=2).training([128], "model"))
+    assert (several_heads.mtp_unroll, several_heads.lr) == (1, 3e-4)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "numbers"),
+    [([0.5, 0.3, 0.1], "0 1 2 3"), ([0.28, 0.09, 0.04], "0 1 2"), ([0.05, 0.01, 0.0], "0 1")],
+)
+def test_drafts_that_are_rarely_accepted_are_not_measured(make_commands, accepted, numbers):
+    step = make_commands().bench("round-1", accepted, 2, 99.5)
+    assert f"--num_speculative_tokens {numbers} --concurrency" in str(step)
+
+
+@pytest.mark.parametrize(("engine", "has_gpu", "numbers"), [("vllm", False, "0 1"), ("vllm", True, "0 1 2 3")])
+def test_the_text_drafts_as_well_without_a_gpu(make_commands, monkeypatch, engine, has_gpu, numbers):
+    """In a small budget, only one draft of the heads is then measured."""
+    monkeypatch.setattr("swiftlite.improve.speedup.plan.sees_gpu", lambda: has_gpu)
+    words = str(make_commands(infer_backend=engine).bench("round-1", [0.5, 0.3, 0.1], 1, 99.5))
+    assert ("--speculative mtp,ngram" in words) is not has_gpu
+    assert f"--num_speculative_tokens {numbers} --concurrency" in words
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_llamacpp_is_measured_where_it_can_serve_the_model(make_commands, monkeypatch, tmp_path, is_file):
+    monkeypatch.setattr("swiftlite.improve.speedup.plan.sees_gpu", lambda: False)
+    monkeypatch.setattr(EngineInfo, "is_installed", property(lambda info: True))
+    commands = make_commands(concurrency=[1])
+    if is_file:
+        file = tmp_path / "model.gguf"
+        file.touch()
+        commands = replace(commands, args=replace(commands.args, model=str(file)))
+    *exports, bench = commands.other_engine()
+    assert len(exports) == (0 if is_file else 1)
+    if exports:
+        assert options_of(exports[0]).gguf_type == "q8_0"
+        assert exports[0].result.name == "gguf-q8_0.gguf"
+    args = options_of(bench)
+    assert (args.infer_backend, args.speculative) == ("llamacpp", "ngram")
+    assert args.model == str(file if is_file else exports[0].result)
+    assert make_commands(infer_backend="llamacpp").other_engine() == []
+    monkeypatch.setattr("swiftlite.improve.speedup.plan.sees_gpu", lambda: True)
+    assert commands.other_engine() == []
+
+
+@pytest.mark.parametrize(("engine", "draft_vocab"), [("vllm", 8192), ("llamacpp", None)])
+def test_a_draft_vocabulary_is_only_for_engines_that_support_it(make_commands, engine, draft_vocab):
+    args = options_of(make_commands(vocab_size=9000, infer_backend=engine).training([128], ""))
+    assert args.draft_vocab == draft_vocab
+
+
+@pytest.mark.parametrize(("engine", "draft_for"), [("vllm", None), ("llamacpp", "llamacpp")])
+def test_heads_are_trained_for_the_engine(tmp_path, engine, draft_for):
+    """The inputs of heads in llama.cpp differ from those in vLLM for GLM-4.5."""
+    model = make_tiny_hf(tmp_path / "glm", "glm4_moe")
+    args = SpeedupArgs(model=str(model), output_dir=str(tmp_path / "out"), infer_backend=engine)
+    step = Commands(args, resolve(str(model)), tmp_path / "out").training([128], "")
+    assert options_of(step).draft_for == draft_for
