@@ -28,6 +28,7 @@ from swiftlite.families import index
 from swiftlite.model.attention.mla import HeldIndexer
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.plan import run as plan
 from swiftlite.plan.cost import memory
@@ -192,10 +193,12 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
         for depth, labels_BS in enumerate(labels, start=1):
             labels_BS[:, -depth:] = IGNORE_INDEX
     if tokens_BS.is_cuda:  # compiles kernels, and the compiler keeps tensors
-        model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=labels)
+        model(ModelInputs(tokens_BS, position_ids_BS, mtp_input_ids=ahead), Target(tokens_BS, mtp_labels=labels))
     before = {id(tensor) for tensor in _tensors_alive()}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=labels)
+        losses = model(
+            ModelInputs(tokens_BS, position_ids_BS, mtp_input_ids=ahead), Target(tokens_BS, mtp_labels=labels)
+        )
     assert isinstance(losses, Losses)
     own |= {tensor.untyped_storage().data_ptr() for tensor in _copies_of_weights(model)}
     kept = {address: tensor for address, tensor in kept.items() if address not in own}

@@ -110,6 +110,7 @@ def main() -> None:
     from swiftlite.args.fields import RecomputeArgs
     from swiftlite.base.heads import Heads
     from swiftlite.model.build import build_model
+    from swiftlite.model.inputs import ModelInputs, Target
     from swiftlite.runtime.distributed import session
 
     hf_config = {
@@ -141,7 +142,7 @@ def main() -> None:
                 torch.nn.init.normal_(parameter, std=0.02)
 
             def forward(model=model) -> torch.Tensor:
-                losses = model(tokens, positions, labels=tokens)
+                losses = model(ModelInputs(tokens, positions), Target(tokens))
                 return losses.main.loss_BS.sum() + losses.mtp[0].loss_BS.sum()
 
             figures[name] = measure(model, model.mtp.layers[0], forward)

@@ -7,17 +7,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
-from swiftlite.base.drafting import Drafting
+from swiftlite.args.fields import MoeArgs, ParallelLayout, RecomputeArgs
 from swiftlite.base.errors import OptionError
-from swiftlite.base.heads import Heads
-from swiftlite.families.architecture import Architecture, Outside
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.mlp import CLAMPED_SWIGLU
 from swiftlite.model.attention.mla import MLATransformerConfig
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.kernels import Modules, modules_of
+from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.specs import TOWERS, decoder_spec, mtp_spec
 from swiftlite.model.tower import SentOutputs
 from swiftlite.plan.kernels import Kernels, automatic, largest_head
@@ -159,18 +158,8 @@ def build_model(
     *,
     mesh: Mesh,
     dtype: torch.dtype,
-    heads: Heads = Heads(),
-    freeze_trunk: bool = False,
-    streams_trunk: bool = False,
-    recompute: RecomputeArgs | None = None,
-    moe: MoeArgs | None = None,
-    drafting: Drafting = Drafting(),
-    mtp_loss: MtpLoss = "ce",
-    detached_heads: bool = False,
-    temperature: float = 1.0,
-    is_teacher: bool = False,
     kernels: Kernels | None = None,
-    settings: Mapping[str, Any] = {},
+    **settings: Any,
 ) -> list[GPTModel]:
     """Build this rank's part of the model with uninitialized weights on the device.
 
@@ -178,13 +167,8 @@ def build_model(
         architecture: from `Family.architecture`.
         hf_config: config.json, for the rotary frequencies.
         mesh: the model's ranks and layout; it does not have to be the active mesh.
-        heads: the MTP heads of the model.
-        freeze_trunk: whether the trunk is computed without gradients; `Trainable` selects the trained parameters.
-        streams_trunk: whether the model has no decoder layers (argument of `GPTModel`).
-        drafting: which states and embeddings the MTP layers read; irrelevant if the model is not run.
-        mtp_loss, detached_heads, temperature, is_teacher: arguments of `GPTModel`.
         kernels: kernels of the layers; default: the automatic choice for the device.
-        settings: further arguments of TransformerConfig, from --megatron_config.
+        settings: fields of `ModelSettings`.
 
     Returns:
         One chunk per virtual pipeline stage.
@@ -195,61 +179,52 @@ def build_model(
     if kernels is None:
         is_float32 = dtype is torch.float32
         kernels = automatic(mesh.device.is_cuda, is_float32=is_float32, head=largest_head(architecture))
-    if problems := layout_problems(mesh.layout, architecture, heads.layers):
+    used = ModelSettings(loss_in_chunks=kernels.is_fused, **settings)
+    if problems := layout_problems(mesh.layout, architecture, used.heads.layers):
         raise OptionError(problems)
     mcore_config = architecture.mcore_config()
     modules = modules_of(kernels, norms_round_last=architecture.outside.rounds_last)
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
-        outside = architecture.outside
-        rotary_dtype = torch.float32 if outside.rounds_last or outside.rotary_rounds_last else dtype
-        if architecture.outside.ropes:
-            rotary_pos_emb = RotaryEmbeddings(architecture.outside.ropes, mesh.device.torch_device, rotary_dtype)
-        else:
-            # Latent attention rotates only a part of each head, and its config holds the rotary settings separately.
-            hf_rope = mcore_config.get("hf_rope", hf_config)
-            in_pairs = any(
-                isinstance(attention, GroupedQueryAttention) and attention.rope_interleave
-                for attention in architecture.attentions
-            )
-            rotary_pos_emb = RotaryEmbedding(hf_rope, mesh.device.torch_device, rotary_dtype, in_pairs)
         # A separate config for each stage, because megatron-core's schedules write to it.
         config = build_config(
             mcore_config,
             device=mesh.device,
             dtype=dtype,
-            mtp_num_layers=heads.layers,
+            mtp_num_layers=used.heads.layers,
             layout=mesh.layout,
-            recompute=recompute,
-            moe=moe,
+            recompute=used.recompute,
+            moe=used.moe,
             kernels=kernels,
-            settings=settings,
+            settings=used.mcore_config,
         )
+        rotary_pos_emb = _rotary_embedding(architecture, mcore_config.get("hf_rope", hf_config), mesh, dtype)
         with mesh.active():
-            stage = GPTModel(
-                config=config,
-                rotary_pos_emb=rotary_pos_emb,
-                heads=heads,
-                trunk_is_frozen=freeze_trunk,
-                streams_trunk=streams_trunk,
-                drafting=drafting,
-                mtp_loss=mtp_loss,
-                detached_heads=detached_heads,
-                temperature=temperature,
-                is_teacher=is_teacher,
-                loss_in_chunks=kernels.is_fused,
-                max_sequence_length=hf_config["max_position_embeddings"],
-                pg_collection=mesh.groups,
-                **_stage(config, architecture, mesh, vp_stage, heads, drafting, modules),
-            )
-        chunks.append(stage.to(mesh.device.torch_device))
+            stage = _stage(config, architecture, mesh, vp_stage, used, modules)
+            chunk = GPTModel(config, used, stage, architecture.outside, rotary_pos_emb, mesh.groups)
+        chunks.append(chunk.to(mesh.device.torch_device))
     return chunks
 
 
-def _embedding_multiplier(outside: Outside, dtype: torch.dtype) -> float:
-    if outside.multiplies_in_embedding:
-        return torch.tensor(outside.embedding_multiplier, dtype=dtype).item()
-    return outside.embedding_multiplier
+def _rotary_embedding(
+    architecture: Architecture, hf_rope: dict[str, Any], mesh: Mesh, dtype: torch.dtype
+) -> RotaryEmbedding | RotaryEmbeddings:
+    """Return the rotary embedding of all layers.
+
+    Args:
+        hf_rope: rotary settings with the names of config.json. Latent attention rotates only a part of each head, and
+            its config holds them separately.
+    """
+    outside = architecture.outside
+    if outside.rounds_last or outside.rotary_rounds_last:
+        dtype = torch.float32
+    if outside.ropes:
+        return RotaryEmbeddings(outside.ropes, mesh.device.torch_device, dtype)
+    in_pairs = any(
+        isinstance(attention, GroupedQueryAttention) and attention.rope_interleave
+        for attention in architecture.attentions
+    )
+    return RotaryEmbedding(hf_rope, mesh.device.torch_device, dtype, in_pairs)
 
 
 def _stage(
@@ -257,12 +232,11 @@ def _stage(
     architecture: Architecture,
     mesh: Mesh,
     vp_stage: int,
-    heads: Heads,
-    drafting: Drafting,
+    settings: ModelSettings,
     modules: Modules,
-) -> dict[str, Any]:
-    """Return the arguments of GPTModel for one virtual stage on this rank."""
-    layout = mesh.layout
+) -> Stage:
+    """Return the part of the model on one virtual stage of this rank."""
+    layout, heads, drafting = mesh.layout, settings.heads, settings.drafting
     pp_rank = mesh.pp.rank()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
     stage = vp_stage * mesh.pp.size() + pp_rank
@@ -270,9 +244,9 @@ def _stage(
     layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
 
-    mtp_block_spec = None
+    mtp_block = None
     if is_last_virtual and pp_rank == mtp_pipeline_rank(layout):
-        mtp_block_spec = mtp_spec(config, architecture, drafting, heads.unroll > 1, modules)
+        mtp_block = mtp_spec(config, architecture, drafting, heads.unroll > 1, modules)
     tower, num_deepstack, sent_outputs = None, 0, SentOutputs()
     if architecture.tower is not None:
         num_deepstack = architecture.tower.num_deepstack
@@ -280,21 +254,15 @@ def _stage(
         sent_outputs = SentOutputs(per_stage_sent, stage, 1 + num_deepstack)
         if stage == 0:
             tower = TOWERS[type(architecture.tower)](architecture.tower, config)
-    return {
-        "vocab_size": architecture.outside.vocab,
-        "share_embeddings_and_output_weights": architecture.outside.is_tied,
-        "embedding_multiplier": _embedding_multiplier(architecture.outside, config.params_dtype),
-        "logits_divisor": architecture.outside.logits_divisor,
-        "heads_have_output_layers": architecture.outside.heads_have_output_layers,
-        "position_embedding_type": "none",
-        "transformer_layer_spec": decoder_spec(config, layers, drafting, modules, num_deepstack > 0),
-        "mtp_block_spec": mtp_block_spec,
-        "tower": tower,
-        "sent_outputs": sent_outputs,
-        "pre_process": stage == 0,
-        "post_process": stage == len(per_stage) - 1,
-        "vp_stage": vp_stage if num_virtual_stages(layout) else None,
-    }
+    return Stage(
+        decoder=decoder_spec(config, layers, drafting, modules, num_deepstack > 0),
+        mtp_block=mtp_block,
+        tower=tower,
+        sent_outputs=sent_outputs,
+        is_first=stage == 0,
+        is_last=stage == len(per_stage) - 1,
+        vp_stage=vp_stage if num_virtual_stages(layout) else None,
+    )
 
 
 def check_computable(layout: ParallelLayout, device: Device) -> None:

@@ -17,7 +17,6 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,32 +30,30 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
 from swiftlite.args.fields import MtpLoss
-from swiftlite.base.drafting import Drafting
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads
-from swiftlite.data.batch import ahead
+from swiftlite.families.architecture import Outside
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.context_parallel import (
     gather_sequence,
-    padded_cu_seqlens,
     sequence_lengths,
     zigzag_positions,
 )
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.deepstack import Deepstack
 from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
-from swiftlite.model.loss.balance import Balance, RoutedTokens, routed_tokens
+from swiftlite.model.loss.balance import RoutedTokens, routed_tokens
 from swiftlite.model.loss.chunked_loss import LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
-from swiftlite.model.loss.losses import IGNORE_INDEX, Selected, TokenLoss, distillation_loss, select, token_loss
+from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.mtp import UnrolledLayer
+from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.stage_states import StageStates
-from swiftlite.model.tower import Placed, SentOutputs, TowerInputs
+from swiftlite.model.tower import Placed, TowerInputs
 
 
 @dataclass(frozen=True)
@@ -97,232 +94,164 @@ class GPTModel(McoreGPTModel):
     counts, and does not return this loss (gpt_model.py:611-661 of 0.16.1). Here each stage returns its result.
 
     Args:
+        stage: the part of the model on this pipeline stage.
+        outside: sizes of embedding and output layer, and factors of embeddings and logits.
         rotary_pos_emb: computes cosines and sines for all layers.
-        transformer_layer_spec: the decoder layers of this stage and the norm after the last one.
         pg_collection: the groups of the model's mesh.
-        heads: the MTP heads.
-        tower: maps `TowerInputs.items`, which are on the host, to one output per item, [I, H], on the stage of the
-            embedding; None if the model has no tower.
-        sent_outputs: outputs of the tower that this stage receives and sends.
-        trunk_is_frozen: whether embedding, decoder and the trunk's loss are computed without gradients. The caller
-            selects the trained parameters (`requires_grad`).
-        streams_trunk: whether the model has no decoder layers, and its frozen trunk is computed by `StreamedTrunk`.
-        drafting: which states and embeddings the MTP layers read.
-        loss_in_chunks: compute losses for a chunk of positions at a time (`chunked_loss.py`), instead of from all
-            logits.
-        mtp_loss: loss of the heads: cross-entropy with the labels (ce), or a distance from the trunk's distribution,
-            which gets no gradient (kl, tv, nla, lk_hybrid; see `distillation_loss`).
-        detached_heads: whether the losses of the heads have no gradient with respect to the trunk: its states, the
-            embedding and the output layer.
-        embedding_multiplier: factor of embeddings, for the trunk and for the heads.
-        logits_divisor: number by which logits are divided.
-        heads_have_output_layers: whether each MTP head has an output layer; otherwise all use the trunk's.
-        temperature: losses are those of logits divided by this number as well.
-        is_teacher: whether the last stage returns the states at positions with a label, instead of losses.
-        kwargs: further arguments of megatron-core's GPTModel.
     """
 
     def __init__(
         self,
-        *,
         config: TransformerConfig,
+        settings: ModelSettings,
+        stage: Stage,
+        outside: Outside,
         rotary_pos_emb: RotaryEmbedding | RotaryEmbeddings,
-        transformer_layer_spec: TransformerBlockSubmodules,
         pg_collection: ProcessGroupCollection,
-        heads: Heads = Heads(),
-        tower: nn.Module | None = None,
-        sent_outputs: SentOutputs = SentOutputs(),
-        trunk_is_frozen: bool = False,
-        streams_trunk: bool = False,
-        drafting: Drafting = Drafting(),
-        mtp_loss: MtpLoss = "ce",
-        loss_in_chunks: bool = False,
-        detached_heads: bool = False,
-        embedding_multiplier: float = 1.0,
-        logits_divisor: float = 1.0,
-        heads_have_output_layers: bool = False,
-        temperature: float = 1.0,
-        is_teacher: bool = False,
-        vp_stage: int | None = None,
-        **kwargs: Any,
     ):
         # megatron-core's constructor creates its own block. It gets no layers, and swiftlite's block replaces it.
         no_layers: Any = TransformerBlockSubmodules(layer_specs=[])
         super().__init__(
-            config=config, transformer_layer_spec=no_layers, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
+            config=config,
+            transformer_layer_spec=no_layers,
+            vocab_size=outside.vocab,
+            max_sequence_length=0,  # read only for learned positions
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
+            share_embeddings_and_output_weights=outside.is_tied,
+            position_embedding_type="none",
+            mtp_block_spec=stage.mtp_block,
+            pg_collection=pg_collection,
+            vp_stage=stage.vp_stage,
         )
-        self.streams_trunk = streams_trunk
-        block_class = StreamedBlock if streams_trunk else TransformerBlock
+        self.heads, self.drafting = settings.heads, settings.drafting
+        self.trunk_is_frozen, self.streams_trunk = settings.freeze_trunk, settings.streams_trunk
+        self.mtp_loss: MtpLoss = settings.mtp_loss
+        self.loss_in_chunks = settings.loss_in_chunks
+        self.detached_heads = settings.detached_heads
+        self.temperature = settings.temperature
+        self.is_teacher = settings.is_teacher
+        self.embedding_multiplier = _embedding_multiplier(outside, config.params_dtype)
+        self.logits_divisor = outside.logits_divisor
+        self.heads_have_output_layers = outside.heads_have_output_layers
+        self.rotary_pos_emb = rotary_pos_emb
+        self.tower, self.sent_outputs = stage.tower, stage.sent_outputs
+        block_class = StreamedBlock if self.streams_trunk else TransformerBlock
         self.decoder = block_class(
             config=config,
-            spec=transformer_layer_spec,
+            spec=stage.decoder,
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=pg_collection,
-            vp_stage=vp_stage,
+            vp_stage=stage.vp_stage,
         )
-        if self.mtp_process:
-            for head in self.mtp.layers:
-                final_norm: Any = self.decoder.final_layernorm
-                if isinstance(head.final_layernorm, SharedNorm):
-                    head.final_layernorm.of = (final_norm,)
-                    head.final_layernorm.is_detached = detached_heads
-                if heads_have_output_layers:
-                    head.output_layer = self._make_output_layer(is_of_trunk=False)
-        self.rotary_pos_emb = rotary_pos_emb
-        self.heads = heads
-        self.tower = tower
-        self.sent_outputs = sent_outputs
-        if tower is not None:
-            for parameter in tower.parameters():
+        self._complete_heads()
+        if self.tower is not None:
+            for parameter in self.tower.parameters():
                 # Each sequence-parallel rank has the gradient of its part of the row; megatron-core sums the gradients.
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.trunk_is_frozen = trunk_is_frozen
-        self.drafting = drafting
-        self.mtp_loss: MtpLoss = mtp_loss
-        self.loss_in_chunks = loss_in_chunks
-        self.detached_heads = detached_heads
-        self.embedding_multiplier = embedding_multiplier
-        self.logits_divisor = logits_divisor
-        self.heads_have_output_layers = heads_have_output_layers
-        self.temperature = temperature
-        self.is_teacher = is_teacher
         self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
         self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
 
+    def _complete_heads(self) -> None:
+        """Give the heads on this stage what they share with the trunk, or have themselves: norms and output layers."""
+        if not self.mtp_process:
+            return
+        final_norm: Any = self.decoder.final_layernorm
+        for head in self.mtp.layers:
+            if isinstance(head.final_layernorm, SharedNorm):
+                head.final_layernorm.of = (final_norm,)
+                head.final_layernorm.is_detached = self.detached_heads
+            if self.heads_have_output_layers:
+                head.output_layer = self._make_output_layer(is_of_trunk=False)
+
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        mtp_input_ids: Sequence[torch.Tensor] | torch.Tensor | None = None,
-        mtp_labels: Sequence[torch.Tensor] | torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        sequences: torch.Tensor | None = None,
-        balance: Balance | None = None,
-        trunk: TrunkOutput | None = None,
-        tower_inputs: TowerInputs | None = None,
-        axes_3BS: torch.Tensor | None = None,
-        lengths: Sequence[int] = (),
-        teacher: TeacherTarget | None = None,
-        with_entropy: bool = False,
+        self, inputs: ModelInputs, target: Target | None = None, trunk: TrunkOutput | None = None
     ) -> Logits | Losses | torch.Tensor:
         """Run the stages of this rank. Without pipeline parallelism, these are all four stages.
 
-        Attention is causal: rows are padded at the end, so no mask is needed.
-
         Args:
-            input_ids: [B, S].
-            position_ids: [B, S].
-            labels: [B, S], where labels[b, s] is the token at s + 1, or IGNORE_INDEX. They should be on the host;
-                otherwise the loss waits for the device (`model.loss.losses.select`).
-            mtp_input_ids: for each depth k the tokens at s + k, [B, S]. Default: `input_ids`, shifted within each
-                sequence. The default is wrong if context-parallel ranks split the row.
-            mtp_labels: for each depth k the tokens at s + k + 1, [B, S]. Default: `labels`, shifted in the same way.
-            packed_seq_params: the sequences of a packed row (B = 1), between which there is no attention.
-            sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it routers do not count their load.
-            balance: load balance of the global batch; without it routers have no load-balancing loss.
-            trunk: `trunk_output` of these tokens and labels, if it was already computed; not supported with pipeline
-                parallelism.
-            tower_inputs: inputs of the micro-batch for a model with a tower.
-            axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Default:
-                the positions in the sequence.
-            lengths: number of tokens of each sequence without padding, on which some rotary embeddings depend
-                (`Batch.lengths`). Default: sequences have no padding.
-            teacher: predictions of a teacher at the positions with a label, from which the trunk learns instead of the
-                labels.
-            with_entropy: whether the trunk's losses have the entropy of its distributions.
+            target: what the predictions are compared with; None: return logits.
+            trunk: `trunk_output` of these inputs, if it was already computed; not supported with pipeline parallelism.
 
         Returns:
-            Losses if there are labels, otherwise Logits; with `is_teacher`, the states at positions with a label.
+            Losses if there is a target, otherwise Logits; with `is_teacher`, the states at positions with a label.
             Before the last pipeline stage: the states for the next stage, as one tensor (`StageStates.to_wire`), and
             outputs of the tower (`SentOutputs`).
 
         Raises:
-            UserError: the model has a tower, but `tower_inputs` is None.
+            UserError: the model has a tower, but the inputs have none for it.
         """
-        cu_seqlens = padded_cu_seqlens(packed_seq_params)
-        if mtp_input_ids is None:
-            mtp_input_ids = ahead(input_ids, self.heads.drafts, 0, cu_seqlens)[1:]
-        if labels is not None and mtp_labels is None:
-            mtp_labels = ahead(labels, self.heads.drafts, IGNORE_INDEX, cu_seqlens)[1:]
         outputs = None
         if self.follows_heads:
             states = StageStates.from_wire(self.decoder.input_tensor, num_heads=self.heads.drafts)
         else:
-            trunk_tokens, *mtp_tokens = self._routed_tokens(sequences, balance, cu_seqlens)
-            outputs = trunk.tower_outputs if trunk else self._tower_outputs(tower_inputs)
-            trunk_placed, *mtp_placed = self._placed(tower_inputs, outputs)
-            rotary_emb_at = partial(
-                self.rotary_emb, position_ids, packed_seq_params, axes_3BS=axes_3BS, lengths=lengths
-            )
-            rotary_emb = rotary_emb_at(0)
-            if trunk is None:
-                states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, trunk_tokens, trunk_placed)
-            else:
-                states = trunk.states
-            if self.mtp_process:
-                # Normal heads use the trunk's positions. Step j of an unrolled head uses positions larger by j - 1.
-                rotary_embs = [rotary_emb, *map(rotary_emb_at, range(1, self.heads.unroll))] * self.heads.layers
-                heads_SBH = self.forward_mtp(
-                    states.head_input_SBH.detach() if self.detached_heads else states.head_input_SBH,
-                    list(mtp_input_ids),
-                    position_ids,
-                    rotary_embs,
-                    packed_seq_params,
-                    mtp_tokens,
-                    placed=mtp_placed,
-                )
-                states = StageStates(states.trunk_SBH, heads_SBH=heads_SBH)
-
+            outputs = trunk.tower_outputs if trunk else self._tower_outputs(inputs.tower_inputs)
+            states = self._states(inputs, outputs, trunk)
         if not self.post_process:
             return self.sent_outputs.append(states.to_wire(), outputs)
-        if labels is None or mtp_labels is None:
+        if target is None:
             return self.forward_postprocess(states)
         if self.is_teacher:
-            return self.label_states(states.trunk_SBH, labels)
+            return self.label_states(states.trunk_SBH, target.labels)
         main = trunk and trunk.loss
-        if teacher is not None:
-            main = self._divergence(states.trunk_SBH, labels, teacher)
-        return self.forward_postprocess(states, [labels, *mtp_labels], cu_seqlens, main, with_entropy=with_entropy)
+        if target.teacher is not None:
+            main = self._divergence(states.trunk_SBH, target.labels, target.teacher)
+        labels = target.of_depths(self.heads.drafts, inputs.cu_seqlens)
+        return self.forward_postprocess(states, labels, inputs.cu_seqlens, main, with_entropy=target.with_entropy)
+
+    def _states(self, inputs: ModelInputs, outputs: torch.Tensor | None, trunk: TrunkOutput | None) -> StageStates:
+        """Return the states of the trunk, or of its part on this stage, and of the heads if they are on this stage.
+
+        Args:
+            outputs: outputs of the tower.
+            trunk: the trunk's output, if it was already computed.
+        """
+        trunk_tokens, *mtp_tokens = self._routed_tokens(inputs)
+        trunk_placed, *mtp_placed = self._placed(inputs.tower_inputs, outputs)
+        rotary_emb = self.rotary_emb(inputs)
+        if trunk is None:
+            states = self._trunk(inputs, rotary_emb, trunk_tokens, trunk_placed)
+        else:
+            states = trunk.states
+        if not self.mtp_process:
+            return states
+        # Normal heads use the trunk's positions. Step j of an unrolled head uses positions larger by j - 1.
+        rotary_embs = [rotary_emb]
+        rotary_embs += [self.rotary_emb(inputs, offset) for offset in range(1, self.heads.unroll)]
+        heads_SBH = self.forward_mtp(
+            states.head_input_SBH.detach() if self.detached_heads else states.head_input_SBH,
+            inputs.tokens_of_heads(self.heads.drafts),
+            inputs.position_ids,
+            rotary_embs * self.heads.layers,
+            inputs.packed_seq_params,
+            mtp_tokens,
+            placed=mtp_placed,
+        )
+        return StageStates(states.trunk_SBH, heads_SBH=heads_SBH)
 
     @torch.no_grad()
-    def trunk_output(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        labels: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None = None,
-        tower_inputs: TowerInputs | None = None,
-        axes_3BS: torch.Tensor | None = None,
-        lengths: Sequence[int] = (),
-    ) -> TrunkOutput:
+    def trunk_output(self, inputs: ModelInputs, labels: torch.Tensor) -> TrunkOutput:
         """Compute the argument `trunk` of `forward`, for a frozen trunk without pipeline parallelism.
 
         Args:
-            input_ids, position_ids, labels, packed_seq_params, tower_inputs, axes_3BS, lengths: as for `forward`.
+            labels: as for `Target`.
         """
-        rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS, lengths=lengths)
-        outputs = self._tower_outputs(tower_inputs)
-        placed = self._placed(tower_inputs, outputs)[0]
-        states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, placed=placed)
+        outputs = self._tower_outputs(inputs.tower_inputs)
+        placed = self._placed(inputs.tower_inputs, outputs)[0]
+        states = self._trunk(inputs, self.rotary_emb(inputs), placed=placed)
         if outputs is not None:
             outputs = outputs[:, : self.config.hidden_size]  # heads do not read further outputs (deepstack)
         return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels), outputs)
 
     @torch.no_grad()
-    def streamed_input(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, tower_inputs: TowerInputs | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def streamed_input(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the input [S, B, H] of the first decoder layer, for a trunk that is streamed, and the outputs [I, H]
         of the tower; None without a tower.
-
-        Args:
-            input_ids, position_ids, tower_inputs: as for `forward`.
         """
-        outputs = self._tower_outputs(tower_inputs)
-        placed = self._placed(tower_inputs, outputs)[0]
-        return self._embed(input_ids, position_ids, placed), outputs
+        outputs = self._tower_outputs(inputs.tower_inputs)
+        placed = self._placed(inputs.tower_inputs, outputs)[0]
+        return self._embed(inputs.input_ids, inputs.position_ids, placed), outputs
 
     @torch.no_grad()
     def streamed_output(
@@ -331,7 +260,7 @@ class GPTModel(McoreGPTModel):
         """Compute the result of `trunk_output` from the output [S, B, H] of the last decoder layer.
 
         Args:
-            labels: as for `forward`.
+            labels: as for `Target`.
             tower_outputs: outputs of the tower, from `streamed_input`.
         """
         final_norm: Any = self.decoder.final_layernorm
@@ -345,17 +274,15 @@ class GPTModel(McoreGPTModel):
 
     def _trunk(
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
+        inputs: ModelInputs,
         rotary_emb: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None,
         tokens: RoutedTokens | None = None,
         placed: Placed | None = None,
     ) -> StageStates:
         """Run the embedding and the decoder layers of this stage. If the trunk is frozen, no gradients are computed."""
         with self._frozen():
-            hidden_SBH = self.forward_preprocess(input_ids, position_ids, placed)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, packed_seq_params, tokens, placed=placed)
+            hidden_SBH = self.forward_preprocess(inputs.input_ids, inputs.position_ids, placed)
+            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, inputs.packed_seq_params, tokens, placed=placed)
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
         return self.split_decoder_output(hidden_SBH)
@@ -368,29 +295,21 @@ class GPTModel(McoreGPTModel):
         """Return the context in which the trunk is computed: without gradients if the trunk is frozen."""
         return torch.no_grad() if self.trunk_is_frozen else nullcontext()
 
-    def rotary_emb(
-        self,
-        position_ids: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None = None,
-        offset: int = 0,
-        axes_3BS: torch.Tensor | None = None,
-        lengths: Sequence[int] = (),
-    ) -> torch.Tensor:
+    def rotary_emb(self, inputs: ModelInputs, offset: int = 0) -> torch.Tensor:
         """Compute cosines and sines [2, S, 1, 1, R] for the tokens of this rank (`RotaryEmbedding`).
 
-        Padded rows with frequencies that depend on the length of the row have different ones: [2, S, B, 1, R].
+        Padded rows with frequencies that depend on the length of the row have different ones: [2, S, B, 1, R]. So have
+        tokens with positions along three axes.
 
         Args:
-            offset: position of each sequence's first token.
-            axes_3BS: int64, positions of the tokens along three axes; None: the positions in the sequence. With three
-                axes the result is [2, S, B, 1, R], and `offset` is added to all axes.
-            lengths: as for `forward`.
+            offset: position of each sequence's first token, on all axes.
         """
-        if axes_3BS is not None:
-            return self.rotary_pos_emb.at(axes_3BS + offset)
+        if inputs.axes_3BS is not None:
+            return self.rotary_pos_emb.at(inputs.axes_3BS + offset)
         group: Any = self.pg_collection.cp
-        padded = sequence_lengths(position_ids.size(1) * group.size(), padded_cu_seqlens(packed_seq_params))
-        if self.rotary_pos_emb.depends_on_length and packed_seq_params is None and lengths:
+        padded = sequence_lengths(inputs.position_ids.size(1) * group.size(), inputs.cu_seqlens)
+        lengths = inputs.lengths
+        if self.rotary_pos_emb.depends_on_length and inputs.packed_seq_params is None and lengths:
             row = torch.cat([self.rotary_pos_emb(padded, offset, [length]) for length in lengths], dim=2)
         else:
             row = self.rotary_pos_emb(padded, offset, lengths)
@@ -433,17 +352,15 @@ class GPTModel(McoreGPTModel):
             return embeddings_SBH
         return placed.put_into(embeddings_SBH, self._on_this_sequence_rank(placed.item_BS.T))
 
-    def _routed_tokens(
-        self, sequences: torch.Tensor | None, balance: Balance | None, cu_seqlens: torch.Tensor | None
-    ) -> list[RoutedTokens] | list[None]:
+    def _routed_tokens(self, inputs: ModelInputs) -> list[RoutedTokens] | list[None]:
         """Describe the tokens for the routers of the trunk and of each MTP depth; None for each without `sequences`."""
-        if sequences is None:
+        if inputs.sequences is None:
             return [None] * (1 + self.heads.drafts)
-        num_sequences = sequences.size(1)
-        if cu_seqlens is not None:
-            num_sequences = len(cu_seqlens) - 1
-        sequence_KSB = [self._on_this_sequence_rank(sequence_BS.T) for sequence_BS in sequences]
-        return routed_tokens(sequence_KSB, num_sequences, self.heads, balance)
+        num_sequences = inputs.sequences.size(1)
+        if inputs.cu_seqlens is not None:
+            num_sequences = len(inputs.cu_seqlens) - 1
+        sequence_KSB = [self._on_this_sequence_rank(sequence_BS.T) for sequence_BS in inputs.sequences]
+        return routed_tokens(sequence_KSB, num_sequences, self.heads, inputs.balance)
 
     # Stages 1 and 2: the trunk
 
@@ -930,3 +847,9 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
         shape, dtype = ctx.stage_input
         return None, gradients[0].new_zeros(shape, dtype=dtype)
+
+
+def _embedding_multiplier(outside: Outside, dtype: torch.dtype) -> float:
+    if outside.multiplies_in_embedding:
+        return torch.tensor(outside.embedding_multiplier, dtype=dtype).item()
+    return outside.embedding_multiplier

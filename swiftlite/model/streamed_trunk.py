@@ -24,11 +24,10 @@ from swiftlite.bridge.binding import Binding
 from swiftlite.bridge.layers import DecoderLayers
 from swiftlite.data.batch import Batch
 from swiftlite.families.resolved import HfModel
-from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, TrunkOutput
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.ranks import all_reduce_max
-from swiftlite.model.tower import TowerInputs
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 
@@ -139,9 +138,7 @@ class StreamedTrunk:
         states_SBH: list[torch.Tensor] = []
         tower_outputs: list[torch.Tensor | None] = []
         for batch in group:
-            embeddings_SBH, outputs = self._model.streamed_input(
-                batch.tokens_KBS[0], batch.position_ids_BS, TowerInputs.of(batch)
-            )
+            embeddings_SBH, outputs = self._model.streamed_input(ModelInputs.of(batch))
             states_SBH.append(embeddings_SBH.cpu())
             tower_outputs.append(None if outputs is None else outputs.cpu())
         last_inputs_SBH: list[torch.Tensor | None] = [None] * len(group)
@@ -164,11 +161,9 @@ class StreamedTrunk:
 
     def _run(self, layer: nn.Module, hidden_SBH: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return a layer's output for a micro-batch, on the host."""
-        packed_seq_params = describe_packed(batch.cu_seqlens)
-        rotary_emb = self._model.rotary_emb(
-            batch.position_ids_BS, packed_seq_params, axes_3BS=batch.axes_3BS, lengths=batch.lengths
-        )
-        return self._block.run_layer(layer, self._on_device(hidden_SBH), rotary_emb, packed_seq_params).cpu()
+        inputs = ModelInputs.of(batch)
+        rotary_emb = self._model.rotary_emb(inputs)
+        return self._block.run_layer(layer, self._on_device(hidden_SBH), rotary_emb, inputs.packed_seq_params).cpu()
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return on_device(tensor, self._mesh.device.torch_device)

@@ -51,6 +51,7 @@ from swiftlite.families.mlp import Mlp
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.ranks import all_gather_rows
 from swiftlite.model.streamed_trunk import StreamedOutput, StreamedTrunk
@@ -146,7 +147,7 @@ def _run_streamed(
     for streamed in trunk.outputs(unlabeled, with_last_input=True):
         for fit in fits:
             fit.see(streamed)
-        forward(model, streamed.batch, trunk=streamed.output)
+        model(ModelInputs.of(streamed.batch), Target.of(streamed.batch), streamed.output)
 
 
 def _without_labels(batch: Batch) -> Batch:

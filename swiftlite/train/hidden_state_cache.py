@@ -37,13 +37,12 @@ from swiftlite.data.batch import AXES, ITEM, Batch, count_items
 from swiftlite.data.dataset import Data
 from swiftlite.data.sample import Sample, digest
 from swiftlite.families.resolved import HfModel
-from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, TrunkOutput
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.loss.losses import TokenLoss
 from swiftlite.model.ranks import all_reduce_max
 from swiftlite.model.stage_states import StageStates
 from swiftlite.model.streamed_trunk import StreamedTrunk
-from swiftlite.model.tower import TowerInputs
 from swiftlite.plan.layout import ParallelLayout
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_head_parameter
@@ -91,15 +90,7 @@ class HiddenStateCache:
             return _read(path, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
         if bare.streams_trunk:
             raise UserError(f"{FLAG}: {self.directory} lacks files", "use --resume, which computes them again")
-        output = bare.trunk_output(
-            batch.tokens_KBS[0],
-            batch.position_ids_BS,
-            batch.labels_KBS[0],
-            describe_packed(batch.cu_seqlens),
-            TowerInputs.of(batch),
-            batch.axes_3BS,
-            batch.lengths,
-        )
+        output = bare.trunk_output(ModelInputs.of(batch), batch.labels_KBS[0])
         self._add(path, output)
         return output
 

@@ -92,7 +92,7 @@ def make_train_state(
         detached_heads=plan.detached_heads,
         temperature=plan.temperature,
         kernels=plan.kernels,
-        settings=settings_of(args.megatron_config, "TransformerConfig"),
+        mcore_config=settings_of(args.megatron_config, "TransformerConfig"),
     )
     if args.vit_gradient_checkpointing and not args.freeze_vit:
         for chunk in chunks:

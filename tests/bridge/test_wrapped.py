@@ -16,8 +16,9 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config, write_patched
-from swiftlite.export.run import to_hf, to_mcore
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.open import open_model
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.train.checkpoint.source import CARRIED_FILE
@@ -81,9 +82,9 @@ def test_an_export_says_what_its_source_leaves_to_be_counted(tmp_path, mesh, fam
     hf_dir = make_tiny_hf(tmp_path / "hf", family, depth=1, dtype=torch.bfloat16)
     forget_depth(hf_dir)
     run, out = tmp_path / "run", tmp_path / "out"
-    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
     assert Heads.from_config(read_config(run / "source")) == Heads(1)
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
     found, expected = load_file(out / "model.safetensors"), load_file(hf_dir / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
@@ -105,9 +106,9 @@ def test_there_and_back_changes_no_byte(tmp_path, mesh, family, packed_experts):
         tmp_path / "hf", family, 1, dtype=torch.bfloat16, with_tokenizer=True, packed_experts=packed_experts
     )
     run, out = tmp_path / "run", tmp_path / "out"
-    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
     assert load_file(run / "source" / CARRIED_FILE).keys() == carried_tensors(family).keys()
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
     found, expected = load_file(out / "model.safetensors"), load_file(hf_dir / "model.safetensors")
     assert found.keys() == expected.keys() >= carried_tensors(family).keys()
     for key, tensor in expected.items():
@@ -140,11 +141,11 @@ def test_both_names_of_qwen2_5_vl(tmp_path, mesh, renamed):
         assert bool(report.carried) is not model.computes_images
     (built,), _ = open_model(resolve(renamed), mesh, dtype=torch.float32)
     with torch.no_grad():
-        ours = built.eval()(tokens, torch.arange(40)[None]).main
+        ours = built.eval()(ModelInputs(tokens, torch.arange(40)[None])).main
         assert torch.equal(ours, reference(tokens).logits)
     run, out = tmp_path / "run", tmp_path / "out"
-    to_mcore(ExportArgs(model=str(renamed), output_dir=str(run), to_mcore=True), mesh)
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    convert(ExportArgs(model=str(renamed), output_dir=str(run), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
     found, expected = load_file(out / "model.safetensors"), load_file(renamed / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())

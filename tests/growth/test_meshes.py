@@ -22,6 +22,7 @@ from swiftlite.data.batch import ahead
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import shard_sequence, unshard_sequence
 from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.ranks import broadcast_from_last_stage, broadcast_from_mesh
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -76,7 +77,7 @@ def compute_logits(model: GPTModel, mesh: Mesh) -> torch.Tensor:
     tokens_BS, next_tokens_BS = own_part(ahead(TOKENS_BS, 1, fill=0))
 
     def forward_step(_, model: torch.nn.Module):
-        output = model(tokens_BS, own_part(POSITIONS_BS), mtp_input_ids=[next_tokens_BS])
+        output = model(ModelInputs(tokens_BS, own_part(POSITIONS_BS), mtp_input_ids=[next_tokens_BS]))
         if isinstance(output, Logits):  # the last pipeline stage
             logits = torch.stack([output.main, *output.mtp])
             logits = torch.cat(gather(logits, mesh.tp), dim=-1)

@@ -47,6 +47,7 @@ from swiftlite.methods.sft import SFT
 from swiftlite.model import specs
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.open import open_model
 from swiftlite.model.tower import TowerInputs
 from swiftlite.plan.cost.memory import estimate
@@ -288,12 +289,14 @@ class Seeing:
 @torch.no_grad()
 def logits_of(built: GPTModel, batch: Batch, axes_3BS: torch.Tensor | None) -> Logits:
     result = built.eval()(
-        batch.tokens_KBS[0],
-        batch.position_ids_BS,
-        mtp_input_ids=batch.tokens_KBS[1:],
-        packed_seq_params=describe_packed(batch.cu_seqlens),
-        tower_inputs=TowerInputs.of(batch),
-        axes_3BS=axes_3BS,
+        ModelInputs(
+            batch.tokens_KBS[0],
+            batch.position_ids_BS,
+            mtp_input_ids=batch.tokens_KBS[1:],
+            packed_seq_params=describe_packed(batch.cu_seqlens),
+            tower_inputs=TowerInputs.of(batch),
+            axes_3BS=axes_3BS,
+        )
     )
     assert isinstance(result, Logits)
     return result

@@ -16,6 +16,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.export import run as export
 from swiftlite.model.build import build_model
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.runtime.distributed import session
 from tests.parallel.launch import launch
 from tests.tiny import make_tiny_tokenizer, random_mtp_tensors, write_hf
@@ -63,7 +64,7 @@ def logits(make_known: MakeKnown, model: Path) -> list:
     with session() as mesh, torch.no_grad():
         (built,) = build_model(family.architecture(config), config, mesh=mesh, dtype=torch.float32)
         load_hf([built], model, family, config)
-        return built.eval()(TOKENS, torch.arange(TOKENS.size(1))[None]).main.tolist()
+        return built.eval()(ModelInputs(TOKENS, torch.arange(TOKENS.size(1))[None])).main.tolist()
 
 
 def export_hf(make_known: MakeKnown, run_dir: Path, hf_dir: Path) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 from swiftlite.args.fields import MtpLoss
 from swiftlite.base.heads import Heads
 from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss import chunked_loss
 from swiftlite.model.loss import losses as loss
 from swiftlite.model.loss.chunked_loss import CHUNK, LabelTarget, TrunkTarget
@@ -45,13 +46,10 @@ def test_losses_and_gradients_are_those_from_all_logits(kind, heads, tied, tmp_p
         model = load_megatron(directory, mesh, torch.float32, mtp_loss=kind, freeze_trunk=is_frozen, heads=HEADS[heads])
         model.loss_in_chunks = in_chunks
         found: Any = model(
-            tokens[0],
-            positions,
-            labels=labels[0],
-            mtp_input_ids=tokens[1:],
-            mtp_labels=labels[1:],
-            packed_seq_params=describe_packed(batch.cu_seqlens),
-            with_entropy=True,
+            ModelInputs(
+                tokens[0], positions, mtp_input_ids=tokens[1:], packed_seq_params=describe_packed(batch.cu_seqlens)
+            ),
+            Target(labels[0], mtp_labels=labels[1:], with_entropy=True),
         )
         losses = [found.main, *found.mtp]
         learned = losses[1:] if is_frozen else losses

@@ -10,6 +10,7 @@ from transformers import DeepseekV3Config
 from transformers.modeling_layers import MtpModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
+from swiftlite.model.inputs import ModelInputs
 from tests.model.test_logits import ids_and_positions, load_megatron, load_transformers
 from tests.model.test_mla import ROPES
 from tests.tiny import make_tiny_hf
@@ -43,7 +44,7 @@ def test_trunk_logits_equal_transformers_in_bfloat16(tmp_path, mesh):
 def compare_trunk(directory: Path, mesh, dtype: torch.dtype) -> None:
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
-        ours = load_megatron(directory, mesh, dtype)(input_ids, position_ids).main
+        ours = load_megatron(directory, mesh, dtype)(ModelInputs(input_ids, position_ids)).main
         theirs = load_transformers(directory, "deepseek_v3", dtype)(input_ids).logits
     torch.testing.assert_close(ours, theirs, **TOLERANCE[dtype])
 
@@ -58,7 +59,7 @@ def test_mtp_logits_equal_those_of_transformers_mtp_layers(tmp_path, mesh, depth
     hf._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{2 + k}\..*" for k in range(depth)]
     heads = MtpModel.from_pretrained(hf).eval()
     with torch.no_grad():
-        ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).mtp
+        ours = load_megatron(directory, mesh, torch.float32)(ModelInputs(input_ids, position_ids)).mtp
         hidden = hf.model(input_ids).last_hidden_state
         for k, layer in enumerate(heads.layers):
             embeddings = hf.model.embed_tokens(input_ids.roll(-(k + 1), dims=1))

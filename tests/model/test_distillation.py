@@ -13,6 +13,7 @@ from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import Logits
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss import losses as loss
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
@@ -83,12 +84,12 @@ def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_onl
     batch = make_batch(2, packed)
     tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
     inputs: dict[str, Any] = {"mtp_input_ids": tokens[1:], "packed_seq_params": describe_packed(batch.cu_seqlens)}
-    ours = model(tokens[0], positions, labels=labels[0], mtp_labels=labels[1:], **inputs)
+    ours = model(ModelInputs(tokens[0], positions, **inputs), Target(labels[0], mtp_labels=labels[1:]))
     torch.stack([head.loss_BS.sum() for head in ours.mtp]).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert {name.startswith("mtp.") for name in gradients} == ({True} if heads_only else {True, False})
     model.zero_grad(set_to_none=True)
-    expected = dense_losses(model(tokens[0], positions, **inputs), batch, kind, range(128))
+    expected = dense_losses(model(ModelInputs(tokens[0], positions, **inputs)), batch, kind, range(128))
     for head, dense in zip(ours.mtp, expected, strict=True):
         # The definition is in float64: 1e-6 is what float32 logits of some tens leave of a loss of ten.
         torch.testing.assert_close(head.loss_BS.double(), dense, rtol=1e-5, atol=1e-6)
@@ -115,9 +116,11 @@ def test_a_draft_vocabulary_is_all_that_heads_know(kind, tied, tmp_path, mesh):
     }
     batch = make_batch(2, packed=False)
     tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
-    ours = models[drafted](tokens[0], positions, labels=labels[0], mtp_input_ids=tokens[1:], mtp_labels=labels[1:])
+    ours = models[drafted](
+        ModelInputs(tokens[0], positions, mtp_input_ids=tokens[1:]), Target(labels[0], mtp_labels=labels[1:])
+    )
     torch.stack([head.loss_BS.sum() for head in ours.mtp]).sum().backward()
-    logits = models[()](tokens[0], positions, mtp_input_ids=tokens[1:])
+    logits = models[()](ModelInputs(tokens[0], positions, mtp_input_ids=tokens[1:]))
     expected = dense_losses(logits, batch, kind, drafted)
     torch.stack(expected).sum().backward()
     for depth, (head, dense) in enumerate(zip(ours.mtp, expected, strict=True), start=1):

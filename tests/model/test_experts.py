@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite.args.fields import DistributedArgs
 from swiftlite.families.resolved import resolve
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.experts import GroupedMLP, together
 from swiftlite.model.layers.tensor_parallel import AddsGradients
 from swiftlite.model.open import open_model
@@ -152,7 +153,9 @@ def test_gradients_of_all_experts_are_added_at_once(overlaps, dtype, tmp_path, m
         with Additions() as counted:
             for seed in (1, 2):
                 tokens = torch.randint(0, 131, (2, 12), generator=torch.Generator().manual_seed(seed))
-                losses: Any = model(tokens, torch.arange(12).expand(2, 12), labels=tokens.roll(-1, dims=1))
+                losses: Any = model(
+                    ModelInputs(tokens, torch.arange(12).expand(2, 12)), Target(tokens.roll(-1, dims=1))
+                )
                 losses.main.loss_BS.sum().backward()
         additions.append(counted.number)
         parameters: Any = chunk.named_parameters()

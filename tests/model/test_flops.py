@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from swiftlite import families
 from swiftlite.base.heads import Heads
 from swiftlite.model.build import build_model
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.trainable import HEADS_ONLY
 from tests.tiny import make_tiny_model
@@ -36,7 +37,7 @@ def test_operations_with_mtp_layers(family, depth, heads_only, mesh):
     labels_BS = tokens_BS.clone()
     labels_BS[:, -NOT_LEARNED:] = -100
     with FlopCounterMode(display=False) as counter:
-        losses = model.train()(tokens_BS, tokens_BS, labels=labels_BS)
+        losses = model.train()(ModelInputs(tokens_BS, tokens_BS), Target(labels_BS))
         heads = losses.mtp if heads_only else (losses.main, *losses.mtp)
         torch.stack([head.loss_BS.sum() for head in heads]).sum().backward()
     learned = [int((head.prediction_BS >= 0).sum()) for head in (losses.main, *losses.mtp)]

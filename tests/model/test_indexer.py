@@ -14,6 +14,7 @@ from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.families.resolved import resolve
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.open import build_hf_model, open_model
 from tests.messages import naming
 from tests.model.test_deepseek_v3 import TOLERANCE
@@ -27,7 +28,7 @@ NAMES = {"wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_pr
 def logits_of_both(directory, mesh, family: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     input_ids, position_ids = ids_and_positions(length)
     with torch.no_grad():
-        ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).main
+        ours = load_megatron(directory, mesh, torch.float32)(ModelInputs(input_ids, position_ids)).main
         return ours, load_transformers(directory, family, torch.float32)(input_ids).logits
 
 

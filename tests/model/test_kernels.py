@@ -12,6 +12,7 @@ from megatron.core.transformer import mlp
 from swiftlite.model.attention import rope
 from swiftlite.model.attention.attention import CoreAttention, offsets, slices_of
 from swiftlite.model.context_parallel import causal_segments, describe_packed
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers import norm as norm_module
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_attention import varlen
@@ -27,12 +28,10 @@ def run(model: Any, packed: bool) -> torch.Tensor:
     batch = make_batch(1, packed)
     tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
     found: Any = model(
-        tokens[0],
-        positions,
-        labels=labels[0],
-        mtp_input_ids=tokens[1:],
-        mtp_labels=labels[1:],
-        packed_seq_params=describe_packed(batch.cu_seqlens),
+        ModelInputs(
+            tokens[0], positions, mtp_input_ids=tokens[1:], packed_seq_params=describe_packed(batch.cu_seqlens)
+        ),
+        Target(labels[0], mtp_labels=labels[1:]),
     )
     return found.main.loss_BS.sum() + found.mtp[0].loss_BS.sum()
 

@@ -22,6 +22,7 @@ from swiftlite.families.models.smollm3 import SMOLLM3
 from swiftlite.families.rank import Rank
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.runtime.distributed import session
 from tests.growth.unheard import TOKENS, hf_config, make_model
 from tests.parallel.launch import launch
@@ -66,7 +67,7 @@ def test_logits_are_those_of_transformers(mixed, mesh):
     model = load(mixed, mesh)
     with torch.no_grad():
         theirs = MixedForCausalLM.from_pretrained(mixed)(TOKENS, use_cache=False).logits
-        assert torch.equal(model(TOKENS, torch.arange(TOKENS.size(1))[None]).main, theirs)
+        assert torch.equal(model(ModelInputs(TOKENS, torch.arange(TOKENS.size(1))[None])).main, theirs)
     trunk = sum(parameter.numel() for parameter in model.decoder.layers.parameters())
     assert trunk == sum(layer.parameters(Rank()).total for layer in MIXED.architecture(hf_config(mixed)).layers)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from swiftlite.families import index
+from swiftlite.model.inputs import ModelInputs, Target
 from tests.model.logits import ids_and_positions, load_megatron, load_transformers
 from tests.tiers import pairwise
 from tests.tiny import (
@@ -173,7 +174,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
     # 48 is beyond the original 32 positions, where dynamic and longrope change their frequencies.
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
-        ours = load_megatron(directory, mesh, dtype)(input_ids, position_ids).main
+        ours = load_megatron(directory, mesh, dtype)(ModelInputs(input_ids, position_ids)).main
         hf = load_transformers(directory, family, dtype)
         assert_equal(ours, lambda: hf(input_ids).logits, family, hf)
 
@@ -203,7 +204,7 @@ def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype
         return torch.cat(logits, dim=1)
 
     with torch.no_grad():
-        heads = load_megatron(directory, mesh, dtype, drafting=drafting)(input_ids, position_ids).mtp
+        heads = load_megatron(directory, mesh, dtype, drafting=drafting)(ModelInputs(input_ids, position_ids)).mtp
         ours = torch.cat([with_targets(logits, k) for k, logits in enumerate(heads)], dim=1)
         if family == "mimo":
             # Its projection takes [hidden, embedding]; megatron-core sums the other way round, so the last bits of
@@ -236,8 +237,8 @@ def test_losses_of_logits_that_are_divided(tmp_path, mesh, in_chunks):
     model.loss_in_chunks = in_chunks
     input_ids, position_ids = ids_and_positions(20)
     with torch.no_grad():
-        logits = model(input_ids, position_ids)
-        losses = model(input_ids, position_ids, input_ids, mtp_labels=[input_ids])
+        logits = model(ModelInputs(input_ids, position_ids))
+        losses = model(ModelInputs(input_ids, position_ids), Target(input_ids, mtp_labels=[input_ids]))
     for found, expected in ((losses.main, logits.main), (losses.mtp[0], logits.mtp[0])):
         own = F.cross_entropy(expected.flatten(0, 1), input_ids.flatten(), reduction="none").view(2, 20)
         torch.testing.assert_close(found.loss_BS, own, rtol=1e-5, atol=1e-5)  # rounding of losses up to 20
@@ -314,7 +315,7 @@ def test_bfloat16_logits(tmp_path, mesh, family):
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
         exact = load_transformers(directory, family, torch.float32)(input_ids).logits
-        ours = load_megatron(directory, mesh, torch.bfloat16)(input_ids, position_ids).main
+        ours = load_megatron(directory, mesh, torch.bfloat16)(ModelInputs(input_ids, position_ids)).main
         theirs = load_transformers(directory, family, torch.bfloat16)(input_ids).logits
     # The median, because a token can have another expert.
     error, their_error = ((logits.float() - exact).abs().median() for logits in (ours, theirs))
@@ -332,7 +333,7 @@ def test_mtp_logits_equal_those_of_transformers(tmp_path, mesh, depth, tied):
     heads: Any = MtpModel.from_pretrained(hf).eval()
     input_ids, position_ids = ids_and_positions(20)
     with torch.no_grad():
-        ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).mtp
+        ours = load_megatron(directory, mesh, torch.float32)(ModelInputs(input_ids, position_ids)).mtp
         ours = torch.cat([with_targets(logits, k) for k, logits in enumerate(ours)], dim=1)
 
         def reference() -> torch.Tensor:
@@ -386,7 +387,7 @@ def test_every_setting_of_a_mixture(tmp_path, mesh, family, options):
     directory = make_tiny_hf(tmp_path, family, depth=1, **options)
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
-        ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).main
+        ours = load_megatron(directory, mesh, torch.float32)(ModelInputs(input_ids, position_ids)).main
         hf = load_transformers(directory, family, torch.float32)
         assert_equal(ours, lambda: hf(input_ids).logits, family, hf)
 

@@ -8,6 +8,7 @@ from swiftlite import families
 from swiftlite.base.lora import Lora, is_adapter
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.families.rank import Rank
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.layers.lora import add_adapters
 from swiftlite.plan.cost.adapters import adapter_activation_bytes
 from tests.model.test_logits import ids_and_positions, load_megatron
@@ -37,7 +38,7 @@ def activation_bytes(hf_dir, mesh, lora: Lora) -> int:
 
     ids, positions = ids_and_positions(24, rows=2)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(ids, positions)
+        model(ModelInputs(ids, positions))
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 

@@ -20,6 +20,7 @@ from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.rank import Rank
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.trainable import HEADS_ONLY
@@ -109,7 +110,7 @@ def test_gates_and_limits(tmp_path, mesh, is_fused):
         load_transformers(directory, "qwen3", torch.float32), load_file(directory / "model.safetensors")
     )
     with torch.no_grad():
-        found, theirs = model(ids, positions).main, expected(ids).logits
+        found, theirs = model(ModelInputs(ids, positions)).main, expected(ids).logits
     # Fused kernels round in another order: 8 roundings of logits up to 16.
     torch.testing.assert_close(found, theirs, rtol=0, atol=2e-5 if is_fused else 0)
 
@@ -131,9 +132,9 @@ def test_what_the_second_head_reads(tmp_path, mesh, chains_before_norm):
     ids, positions = ids_and_positions(20)
     first: Any = model.mtp.layers[0]
     with torch.no_grad():
-        before = model(ids, positions).mtp
+        before = model(ModelInputs(ids, positions)).mtp
         first.final_layernorm.weight.mul_(torch.rand(64) + 0.5)
-        after = model(ids, positions).mtp
+        after = model(ModelInputs(ids, positions)).mtp
     assert not torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1]) is chains_before_norm
 
@@ -146,11 +147,11 @@ def test_losses_of_heads_with_output_layers(tmp_path, mesh, kind, in_chunks, fre
     model.loss_in_chunks = in_chunks
     ids, positions = ids_and_positions(20)
     with torch.no_grad():
-        logits = model(ids, positions)
+        logits = model(ModelInputs(ids, positions))
     labels = [ids.roll(-1 - depth, 1) for depth in range(3)]
     for depth, each in enumerate(labels):
         each[:, 19 - depth :] = IGNORE_INDEX
-    losses = model(ids, positions, labels[0], mtp_labels=labels[1:])
+    losses = model(ModelInputs(ids, positions), Target(labels[0], mtp_labels=labels[1:]))
     for depth in (1, 2):
         end = 19 - depth
         head, label_BS = logits.mtp[depth - 1][:, :end].log_softmax(-1), labels[depth][:, :end]

@@ -24,6 +24,7 @@ from swiftlite.base.heads import Heads
 from swiftlite.model import gpt, mtp
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers import recompute
 from swiftlite.model.mtp import MultiTokenPredictionLayer
 from swiftlite.plan.trainable import HEADS_ONLY
@@ -76,7 +77,7 @@ def mtp_layer(model: GPTModel) -> MultiTokenPredictionLayer:
 
 
 def forward(model: GPTModel) -> torch.Tensor:
-    losses = model(TOKENS, POSITIONS, labels=TOKENS.roll(-1, 1))
+    losses = model(ModelInputs(TOKENS, POSITIONS), Target(TOKENS.roll(-1, 1)))
     return torch.stack([head.loss_BS.sum() for head in (losses.main, *losses.mtp)]).sum()
 
 

@@ -15,6 +15,7 @@ from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs
 from tests.model.logits import load_megatron, load_transformers
 from tests.model.test_logits import ROPES
 from tests.tiny import make_tiny_hf
@@ -46,7 +47,7 @@ def make_rows(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 def padded_logits(model: GPTModel, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     batch = collate([make_sample(row, [1.0] * len(row)) for row in rows], 0)
-    found: Any = model(batch.tokens_KBS[0], batch.position_ids_BS, lengths=batch.lengths)
+    found: Any = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS, lengths=batch.lengths))
     return [logits[: len(row)] for logits, row in zip(found.main, rows, strict=True)]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from swiftlite.families.resolved import resolve
 from swiftlite.model.gpt import Losses
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers import tensor_parallel
 from swiftlite.model.open import open_model
 from swiftlite.train.optim import wrap_model
@@ -24,7 +25,7 @@ def hf_model(request, tmp_path_factory):
 
 def losses(model: torch.nn.Module) -> torch.Tensor:
     positions = torch.arange(TOKENS.size(1)).expand_as(TOKENS)
-    found: Losses = model(TOKENS, positions, labels=TOKENS.roll(-1, dims=1))
+    found: Losses = model(ModelInputs(TOKENS, positions), Target(TOKENS.roll(-1, dims=1)))
     return sum((loss.loss_BS.sum() for loss in found.mtp), start=found.main.loss_BS.sum())
 
 

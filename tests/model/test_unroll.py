@@ -22,6 +22,7 @@ from swiftlite.model.attention import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.mtp_loss import head_coefficients
@@ -76,7 +77,7 @@ def test_logits_are_those_of_an_engine(family, tmp_path, mesh):
     ids = make_samples()[2].input_ids.tolist()
     with torch.no_grad():
         expected = drafted_logits(reference, ids)
-        ours = model(torch.tensor([ids]), torch.arange(len(ids))[None])
+        ours = model(ModelInputs(torch.tensor([ids]), torch.arange(len(ids))[None]))
     assert isinstance(ours, Logits)
     assert len(ours.mtp) == STEPS
     for step, logits in enumerate(ours.mtp):
@@ -111,10 +112,8 @@ def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tup
     counts = objective.count_targets([batch])
     model.train()
     losses: Any = model(
-        batch.tokens_KBS[0],
-        batch.position_ids_BS,
-        labels=batch.labels_KBS[0],
-        packed_seq_params=describe_packed(batch.cu_seqlens),
+        ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS, packed_seq_params=describe_packed(batch.cu_seqlens)),
+        Target(batch.labels_KBS[0]),
     )
     targets, *of_heads = counts[0].tolist()
     coefficients = head_coefficients(objective.heads, objective.mtp_loss_scaling_factor, of_heads, targets)
@@ -219,7 +218,7 @@ def train_head(
     positions_BS = torch.arange(rows_BS.size(1)).expand_as(rows_BS)
     targets = [rows_BS.roll(-depth - 1, dims=1) for depth in range(1, unroll + 1)]
     for _ in range(MOST_STEPS):
-        losses = model(rows_BS, positions_BS, labels=shift_left(rows_BS, fill=-100))
+        losses = model(ModelInputs(rows_BS, positions_BS), Target(shift_left(rows_BS, fill=-100)))
         pairs = zip(losses.mtp, targets, strict=True)
         if all(share_right(head.prediction_BS, target) > 0.9 for head, target in pairs):
             break

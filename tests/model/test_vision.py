@@ -16,6 +16,7 @@ from swiftlite.families.resolved import resolve
 from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.open import open_model
 from swiftlite.model.tower import TowerInputs
 from tests.images import Seen, VisionReference, extras_of, sum_of_losses
@@ -58,12 +59,14 @@ def make_batch(hf_dir: Path, reference: VisionReference, rows: list[Seen], is_pa
 def logits_of(model: GPTModel, batch: Batch, rows: list[Seen]) -> list[list[torch.Tensor]]:
     """Return the logits [S, V] of trunk and head for each row."""
     result = model(
-        batch.tokens_KBS[0],
-        batch.position_ids_BS,
-        mtp_input_ids=batch.tokens_KBS[1:],
-        packed_seq_params=describe_packed(batch.cu_seqlens),
-        tower_inputs=TowerInputs.of(batch),
-        axes_3BS=batch.axes_3BS,
+        ModelInputs(
+            batch.tokens_KBS[0],
+            batch.position_ids_BS,
+            mtp_input_ids=batch.tokens_KBS[1:],
+            packed_seq_params=describe_packed(batch.cu_seqlens),
+            tower_inputs=TowerInputs.of(batch),
+            axes_3BS=batch.axes_3BS,
+        )
     )
     assert isinstance(result, Logits)
     logits, start = [], 0

@@ -26,6 +26,7 @@ from swiftlite.model.attention.draft_attention import Draft, DraftAttention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import causal_segments, describe_packed, shard_sequence
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.plan.cost.flops import training_flops
 from swiftlite.runtime.distributed import session
 from tests.growth.unheard import hf_config, make_model
@@ -90,9 +91,9 @@ def test_logits_are_those_of_transformers(mixed, mesh, dtype):
 def test_long_rows_are_computed_in_blocks_of_queries(mixed, mesh, monkeypatch):
     model, positions = load(mixed, mesh), torch.arange(LENGTH)[None]
     with torch.no_grad():
-        whole = model(row(), positions).main
+        whole = model(ModelInputs(row(), positions)).main
         monkeypatch.setattr(attention_module, "MAX_QUERIES", 24)
-        blocks = model(row(), positions).main
+        blocks = model(ModelInputs(row(), positions)).main
     # Sums in another order: roundings of logits of up to 50.
     torch.testing.assert_close(blocks, whole, rtol=0, atol=1e-4)
 
@@ -112,7 +113,7 @@ def states(model: GPTModel, tokens: torch.Tensor, cu_seqlens: torch.Tensor | Non
     tokens, positions = (shard_sequence(t, 1, group.rank(), group.size(), cu_seqlens) for t in (tokens, positions))
     packed = describe_packed(cu_seqlens)
     with torch.no_grad():
-        rotary_emb = model.rotary_emb(positions, packed)
+        rotary_emb = model.rotary_emb(ModelInputs(positions, positions, packed_seq_params=packed))
         return model.forward_decoder(model.forward_preprocess(tokens, positions), rotary_emb, packed)[:, 0]
 
 
@@ -142,7 +143,7 @@ def test_decoding_sees_the_same_window(mixed, mesh, monkeypatch):
     with torch.no_grad():
         for _ in range(12):
             tokens = torch.tensor([expected])
-            logits = model(tokens, torch.arange(tokens.size(1))[None]).main
+            logits = model(ModelInputs(tokens, torch.arange(tokens.size(1))[None])).main
             expected.append(int(logits[0, -1].argmax()))
     monkeypatch.setattr(greedy, "MAX_PASS_TOKENS", 7)
     decoded = greedy.GreedyRow.of(prompt, 12, LENGTH)

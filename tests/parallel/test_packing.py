@@ -11,6 +11,7 @@ import torch
 
 from swiftlite.data.batch import collate_packed
 from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.inputs import ModelInputs, Target
 from tests.model.test_logits import ROPES, load_megatron
 from tests.parallel.packing import LONGEST, ROWS, Job, Result, make_rows, run
 from tests.parallel.parity import sensitivity
@@ -182,10 +183,10 @@ def test_no_gradient_passes_between_sequences(mesh, tmp_path, family, depth):
     for start, end in bounds:
         embedded.clear()
         losses = model(
-            batch.tokens_KBS[0],
-            batch.position_ids_BS,
-            labels=batch.tokens_KBS[0],  # every token has a loss, padding too
-            packed_seq_params=describe_packed(batch.cu_seqlens),
+            ModelInputs(
+                batch.tokens_KBS[0], batch.position_ids_BS, packed_seq_params=describe_packed(batch.cu_seqlens)
+            ),
+            Target(batch.tokens_KBS[0]),
         )
         assert len(embedded) == 1 + depth
         total = torch.stack([head.loss_BS[:, start:end].sum() for head in (losses.main, *losses.mtp)]).sum()

@@ -10,8 +10,9 @@ from swiftlite.args.commands import DoctorArgs, ExportArgs
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.cli import doctor
-from swiftlite.export.run import to_hf, to_mcore
+from swiftlite.export.run import convert
 from swiftlite.families import index
+from swiftlite.model.inputs import ModelInputs
 from tests.messages import has_line
 from tests.model.test_logits import load_megatron, reference_mtp
 from tests.published import library
@@ -44,7 +45,7 @@ def test_logits_of_trunk_and_heads_are_those_of_transformers(published, mesh, mo
     ids = torch.randint(331, (2, LENGTH), generator=generator)
     positions = torch.arange(LENGTH).expand(2, LENGTH)
     with torch.no_grad():
-        ours = load_megatron(directory, mesh, torch.float32, drafting=drafting)(ids, positions)
+        ours = load_megatron(directory, mesh, torch.float32, drafting=drafting)(ModelInputs(ids, positions))
         hf = library.transformers_model(directory)
         before: list[torch.Tensor] = []
         decoder: Any = getattr(hf.model, "language_model", hf.model)
@@ -70,8 +71,8 @@ def test_there_and_back_changes_no_number(published, mesh, tmp_path, model):
     """
     directory = published(model)
     run, out = tmp_path / "run", tmp_path / "out"
-    to_mcore(ExportArgs(model=str(directory), output_dir=str(run), to_mcore=True), mesh)
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    convert(ExportArgs(model=str(directory), output_dir=str(run), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
     found, expected = load_file(out / "model.safetensors"), library.numbers(directory)
     assert found.keys() == expected.keys()
     stored = load_file(directory / "model.safetensors")

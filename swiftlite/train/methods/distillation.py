@@ -9,9 +9,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from swiftlite.acceptance import statistics
 from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch
-from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.balance import Balance
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.runtime.mesh import Mesh
@@ -77,7 +77,7 @@ class DistillationObjective:
                 number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
                 return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
 
-            return forward(model, batch, balance, teacher=target), loss_func
+            return model(ModelInputs.of(batch, balance), Target.of(batch, target)), loss_func
 
         return forward_step
 

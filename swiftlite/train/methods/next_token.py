@@ -12,9 +12,9 @@ import torch
 from swiftlite.acceptance import statistics
 from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch
-from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.balance import Balance
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.runtime.mesh import Mesh
@@ -70,7 +70,7 @@ class NextTokenObjective:
             trunk = None
             if self.hidden_state_cache:
                 trunk = self.hidden_state_cache.output_of(model, batch)
-            output = forward(model, batch, balance, trunk)
+            output = model(ModelInputs.of(batch, balance), Target.of(batch), trunk)
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())

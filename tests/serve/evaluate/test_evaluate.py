@@ -27,6 +27,7 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.export.gate import options_of_rows
 from swiftlite.families.resolved import resolve
 from swiftlite.model.build import build_model
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.serve.evaluate.by_engine import by_engine
 from swiftlite.serve.evaluate.confidence import confidence_rows, confidence_table
 from swiftlite.serve.evaluate.evaluation_rows import load_rows
@@ -76,7 +77,7 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
         answer = next(place for place, label in enumerate(sample.labels) if label != IGNORED)
         ids, length = torch.from_numpy(sample.input_ids).long()[None], len(sample)
         with torch.no_grad():
-            logits = chunks[0].eval()(ids, torch.arange(length)[None])
+            logits = chunks[0].eval()(ModelInputs(ids, torch.arange(length)[None]))
         trunk = logits.main[0].argmax(-1)
         for depth, head in enumerate(logits.mtp):
             for position in range(length - 2 - depth):

@@ -1,0 +1,73 @@
+"""Define how a run uses a model, and the part of the model on one pipeline stage."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import nn
+
+from swiftlite.args.fields import MoeArgs, MtpLoss, RecomputeArgs
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.heads import Heads
+from swiftlite.model.tower import SentOutputs
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a run uses a model.
+
+    Attributes:
+        heads: the MTP heads of the model.
+        freeze_trunk: whether embedding, decoder and the trunk's loss are computed without gradients. The caller selects
+            the trained parameters (`Trainable`).
+        streams_trunk: whether the model has no decoder layers, and its frozen trunk is computed by `StreamedTrunk`.
+        recompute, moe: options of megatron-core.
+        drafting: which states and embeddings the MTP layers read; irrelevant if the model is not run.
+        mtp_loss: loss of the heads: cross-entropy with the labels (ce), or a distance from the trunk's distribution,
+            which gets no gradient (kl, tv, nla, lk_hybrid; see `distillation_loss`).
+        detached_heads: whether the losses of the heads have no gradient with respect to the trunk: its states, the
+            embedding and the output layer.
+        temperature: losses are those of logits divided by this number.
+        is_teacher: whether the last stage returns the states at positions with a label, instead of losses.
+        loss_in_chunks: whether losses are computed for a chunk of positions at a time (`chunked_loss.py`), instead of
+            from all logits.
+        mcore_config: further arguments of TransformerConfig, from --megatron_config.
+    """
+
+    heads: Heads = Heads()
+    freeze_trunk: bool = False
+    streams_trunk: bool = False
+    recompute: RecomputeArgs = field(default_factory=RecomputeArgs)
+    moe: MoeArgs = field(default_factory=MoeArgs)
+    drafting: Drafting = Drafting()
+    mtp_loss: MtpLoss = "ce"
+    detached_heads: bool = False
+    temperature: float = 1.0
+    is_teacher: bool = False
+    loss_in_chunks: bool = False
+    mcore_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a model on one (virtual) pipeline stage.
+
+    Attributes:
+        decoder: the decoder layers of the stage and the norm after the last one.
+        mtp_block: the MTP layers; None on stages without them.
+        tower: maps `TowerInputs.items`, which are on the host, to one output per item, [I, H], on the stage of the
+            embedding; None if the model has no tower.
+        sent_outputs: outputs of the tower that the stage receives and sends.
+        is_first, is_last: whether it is the first or the last stage.
+        vp_stage: number of the virtual stage on its rank; None without virtual stages.
+    """
+
+    decoder: TransformerBlockSubmodules
+    mtp_block: MultiTokenPredictionBlockSubmodules | None
+    tower: nn.Module | None
+    sent_outputs: SentOutputs
+    is_first: bool
+    is_last: bool
+    vp_stage: int | None
