@@ -5,10 +5,11 @@ scaling * B A is scaled to a trained norm, the row's magnitude. Layers are speci
 PEFT: `q_proj`, or a longer suffix of the full name that starts after a dot.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 ALL_LINEAR = "all-linear"
 """Value of `targets` that selects every linear layer except the output layer."""
@@ -33,20 +34,15 @@ class Lora:
         heads: how MTP heads are trained.
     """
 
-    rank: int
-    alpha: float
-    dropout: float = 0.0
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)]
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     is_rank_stabilized: bool = False
     has_magnitudes: bool = False
     targets: tuple[str, ...] = (ALL_LINEAR,)
     saved: tuple[str, ...] = ()
     on_trunk: bool = True
     heads: HeadsTuner = "full"
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Lora":
-        """Build from the dict that `dataclasses.asdict` produced, after JSON has converted tuples to lists."""
-        return cls(**{**content, "targets": tuple(content["targets"]), "saved": tuple(content["saved"])})
 
     @property
     def scaling(self) -> float:

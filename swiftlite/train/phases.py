@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,8 @@ from swiftlite.args.config import write_config
 from swiftlite.args.data_file import split_sample
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
+from swiftlite.base.lora import Lora
+from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.data.dataset import Data
@@ -30,6 +32,7 @@ from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule, layout_lines
+from swiftlite.plan.trainable import Trainable
 from swiftlite.report.metrics import read_metrics, restarts_in
 from swiftlite.report.profiles import read_profiles
 from swiftlite.runtime.agreement import check_agreement, digest
@@ -39,8 +42,10 @@ from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.store.copies import Copies, copies_of
 from swiftlite.train.batches.micro_batches import Batches, SampleRows
-from swiftlite.train.checkpoint.checkpointer import load_checkpoint, read_state
+from swiftlite.train.checkpoint.base_digest import shared_digest_of
+from swiftlite.train.checkpoint.checkpointer import load_checkpoint
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
+from swiftlite.train.checkpoint.state import CheckpointState, DataState
 from swiftlite.train.hidden_state_cache import HiddenStateCache
 from swiftlite.train.image_files import changed_images, write_digests
 from swiftlite.train.live_weights import LiveWeights
@@ -82,7 +87,7 @@ class Run:
     encoder: Encoder
     checkpoint: Path | None
     train_state: TrainState
-    data_state: Mapping[str, str]
+    data_state: DataState
     hidden_state_cache: HiddenStateCache | None
     teacher_model: HfModel | None = None
 
@@ -185,7 +190,7 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
     )
 
 
-def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) -> DataState:
     """Return digests of data and tokenizer, which checkpoints store. The steps of a run depend on both.
 
     For files that --streaming reads during training, only the sizes of the files are included.
@@ -198,7 +203,7 @@ def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) ->
     return {"tokenizer": digest([vocabulary, tokenizer.chat_template]), "rows": rows}
 
 
-def check_same_data(checkpoint: Path | None, state: Mapping[str, str], data: Data) -> None:
+def check_same_data(checkpoint: Path | None, state: DataState, data: Data) -> None:
     """Check that a resumed run has the same data as before.
 
     The order of rows, the held-out split and a draft vocabulary depend on the data. With other data, rows that were
@@ -214,7 +219,7 @@ def check_same_data(checkpoint: Path | None, state: Mapping[str, str], data: Dat
     """
     if checkpoint is None:
         return
-    before = read_state(checkpoint).get("data") or state  # missing in checkpoints of earlier releases
+    before = CheckpointState.read(checkpoint).data or state  # missing in checkpoints of earlier releases
     changed = [_NAMES_OF_DATA[name] for name in state if before[name] != state[name]]
     if changed:
         problem = f"--resume: {checkpoint} was trained with another {' and another '.join(changed)}"
@@ -233,11 +238,49 @@ _NAMES_OF_DATA = {
 }
 
 
-def restore(run: Run) -> dict[str, Any]:
+def state_of(run: Run, base: AdapterBase | None = None) -> CheckpointState:
+    """Return what the checkpoints of a run store besides tensors, before the first step.
+
+    Args:
+        base: the model that an earlier checkpoint of the run names; None for a new run.
+    """
+    lora, streams_trunk = run.plan.lora, run.args.stream_trunk
+    quantized_trunk = keeps_quantized_trunk(run.hf_model, run.train_state.trainable, lora)
+    if not (lora or streams_trunk or quantized_trunk):
+        base = None
+    elif base is None:  # `check_same_base` has computed the digest
+        base = AdapterBase(_model_to_store(run), shared_digest_of(run.hf_model.directory))
+    return CheckpointState(
+        step=0,
+        mtp_num_layers=run.plan.heads.layers,
+        torch_dtype=run.args.torch_dtype,
+        images=run.hf_model.computes_images,
+        data=run.data_state,
+        lora=lora,
+        base=base,
+        streams_trunk=streams_trunk,
+        quantized_trunk=quantized_trunk,
+    )
+
+
+def keeps_quantized_trunk(hf_model: HfModel, trainable: Trainable, lora: Lora | None) -> bool:
+    """Return whether the run trains only heads of a quantized model, so that exports keep the files of its trunk."""
+    return hf_model.is_quantized and trainable.freezes_trunk and lora is None
+
+
+def _model_to_store(run: Run) -> str:
+    """Return --model as an export finds it: an absolute path if the export reads the trunk from a directory."""
+    model = run.args.model
+    if run.plan.lora is None and Path(model).is_dir():
+        return str(Path(model).absolute())
+    return model
+
+
+def restore(run: Run) -> CheckpointState:
     """Load the checkpoint to resume from. In a new run, write the first files instead.
 
     Returns:
-        The checkpoint's state except tensors; its `step` is the number of the last completed step, or 0.
+        The checkpoint's state, or that of a new run.
 
     Raises:
         UserError: the checkpoint cannot be used, or --output_dir cannot be written.
@@ -249,10 +292,10 @@ def restore(run: Run) -> dict[str, Any]:
             write_commits(run.output_dir, hub_names(run.args))
             if run.data.has_images:
                 write_digests(run.output_dir, run.data)
-        return {"step": 0}
+        return state_of(run)
     check_commits(run.output_dir)
-    state = read_state(run.checkpoint)
-    if state["step"] > run.schedule.steps:
+    state = CheckpointState.read(run.checkpoint)
+    if state.step > run.schedule.steps:
         raise UserError(
             f"{run.checkpoint} is past the last step of this run, {run.schedule.steps}",
             "use a larger --train_iters or --num_train_epochs",
@@ -260,7 +303,7 @@ def restore(run: Run) -> dict[str, Any]:
     if run.is_first_rank:
         check_run_files(run)
     load_checkpoint(run.checkpoint, run.mesh, run.train_state.chunks, run.train_state.optimizer)
-    run.train_state.scheduler.step(increment=state["step"])
+    run.train_state.scheduler.step(increment=state.step)
     logger.info("resuming from %s", run.checkpoint)
     return state
 

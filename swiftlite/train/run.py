@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from swiftlite.args.fields import ProfilingArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.base.redact import redact
-from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
 from swiftlite.data.changed_samples import lengths_of
@@ -54,6 +53,7 @@ from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, re
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
+from swiftlite.train.checkpoint.state import CheckpointState, StreamState
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.hidden_state_cache import HiddenStateCache, check_directory, open_hidden_state_cache
 from swiftlite.train.methods.conversations import image_extras_of
@@ -89,7 +89,7 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         state = phases.restore(prepared)
         trainer = make_trainer(prepared, state, after_step, copies)
         try:
-            outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
+            outcome = phases.fit(prepared, trainer, state.step, make_held_out(prepared))
         finally:
             trainer.release()
         return phases.finish(prepared, outcome)
@@ -141,7 +141,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(args, data, tokenizer)
     phases.check_same_data(checkpoint, data_state, data)
-    if plan.lora or args.stream_trunk or keeps_quantized_trunk(hf_model, trainable):
+    if plan.lora or args.stream_trunk or phases.keeps_quantized_trunk(hf_model, trainable, plan.lora):
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
@@ -306,48 +306,17 @@ def check_same_base(args: SftArgs, hf_model: HfModel, checkpoint: Path | None) -
     sha256 = shared_digest_of(hf_model.directory)
     if checkpoint is None:
         return
-    base = phases.read_state(checkpoint).get("base")
-    if base is not None and base["sha256"] != sha256:
+    base = CheckpointState.read(checkpoint).base
+    if base is not None and base.sha256 != sha256:
         raise UserError(
             f"--resume: {checkpoint} was trained with other weights of --model {args.model}",
             "restore the weights, or start a new run in another --output_dir",
         )
 
 
-def base_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a checkpoint's state that describes the base model of adapters, or the model from which an
-    export reads the frozen trunk.
-
-    Args:
-        state: result of `phases.restore`.
-    """
-    is_quantized = keeps_quantized_trunk(run.hf_model, run.train_state.trainable)
-    if run.plan.lora is None and not run.args.stream_trunk and not is_quantized:
-        return {}
-    base = state.get("base")
-    if base is None:  # `check_same_base` has computed the digest
-        base = asdict(AdapterBase(_model_to_store(run), shared_digest_of(run.hf_model.directory)))
-    if run.plan.lora is None:
-        return {"base": base, "streams_trunk": run.args.stream_trunk, "quantized_trunk": is_quantized}
-    return {"lora": asdict(run.plan.lora), "base": base}
-
-
-def keeps_quantized_trunk(hf_model: HfModel, trainable: Trainable) -> bool:
-    """Return whether the run trains only heads of a quantized model, so that exports keep the files of its trunk."""
-    return hf_model.is_quantized and trainable.freezes_trunk and trainable.option != "--tuner_type lora"
-
-
-def _model_to_store(run: phases.Run) -> str:
-    """Return --model as an export finds it: an absolute path if the export reads the trunk from a directory."""
-    model = run.args.model
-    if run.plan.lora is None and Path(model).is_dir():
-        return str(Path(model).absolute())
-    return model
-
-
 def make_trainer(
     run: phases.Run,
-    state: Mapping[str, Any],
+    state: CheckpointState,
     after_step: phases.AfterStep | None = None,
     copies: Copies | None = None,
 ) -> Trainer:
@@ -365,13 +334,7 @@ def make_trainer(
         run.mesh,
         train_state.chunks,
         train_state.optimizer,
-        {
-            "mtp_num_layers": run.plan.heads.layers,
-            "torch_dtype": args.torch_dtype,
-            "images": run.hf_model.computes_images,
-            "data": dict(run.data_state),
-            **base_state(run, state),
-        },
+        phases.state_of(run, state.base),
         keep=args.save_total_limit,
         is_async=args.async_save,
         copies=copies,
@@ -381,7 +344,7 @@ def make_trainer(
     if run.is_first_rank:
         config = redact(asdict(args))
         metric_loggers = open_metric_loggers(
-            run.output_dir, state["step"], run.schedule.steps, args.report_to, config, num_restarts()
+            run.output_dir, state.step, run.schedule.steps, args.report_to, config, num_restarts()
         )
     hand_out = phases.hand_out_weights(run, after_step) if after_step else None
     return Trainer(
@@ -426,13 +389,13 @@ def open_cache(
     return cache
 
 
-def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> TrainBatches:
+def open_train_batches(run: phases.Run, state: CheckpointState) -> TrainBatches:
     """Return the source of the micro-batches of all steps."""
     args = run.args
     if open_batches := training_of(args).open_batches:
         return open_batches(run)
     if args.streaming:
-        streamed = open_streamed_batches(run, state.get("stream"))
+        streamed = open_streamed_batches(run, state.stream)
         return TrainBatches(streamed.train, streamed.state)
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
     return TrainBatches(partial(run.batches.train, run.rows, sampler))  # the rows depend only on the step
@@ -457,7 +420,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
     )
 
 
-def open_streamed_batches(run: phases.Run, state: dict[str, Any] | None) -> StreamedBatches:
+def open_streamed_batches(run: phases.Run, state: StreamState | None) -> StreamedBatches:
     """Open the rows of --streaming. If there is a state from a checkpoint, continue at its position."""
     if not reads(run.mesh):
         return StreamedBatches(run.batches, None, None, run.mesh)

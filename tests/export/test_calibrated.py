@@ -20,7 +20,7 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.export import calibrated
 from swiftlite.export.quantization import matrices_of
-from swiftlite.export.run import quantize_model
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
 from swiftlite.runtime.llm_compressor import RELEASE, environment, is_installed
 from tests.messages import naming
@@ -42,7 +42,7 @@ def rows(tmp_path_factory) -> Path:
 
 
 def run(model: Path, mesh, output: Path, rows: Path, **options: Any) -> Path:
-    quantize_model(ExportArgs(model=str(model), output_dir=str(output), dataset=[str(rows)], **options), mesh)
+    convert(ExportArgs(model=str(model), output_dir=str(output), dataset=[str(rows)], **options), mesh)
     return output
 
 
@@ -90,7 +90,7 @@ def test_a_dense_model(mesh, tmp_path, rows, family, method):
     else:  # norms and biases are scaled, but not the last norm, whose output the heads read
         assert quantized.keys() < changed
         assert all(key.startswith("model.layers.") for key in changed)
-    quantize_model(
+    convert(
         ExportArgs(
             model=str(model), output_dir=str(tmp_path / "rtn"), quant_method="rtn", quant_bits=4, group_size=GROUP
         ),

@@ -14,7 +14,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.export.card import model_card
 from swiftlite.export.provenance import Provenance, provenance_of
-from swiftlite.export.run import to_gguf, to_hf, to_mcore
+from swiftlite.export.run import convert
 from swiftlite.hub.name import HubName
 from tests.llamacpp_here import needs_llamacpp
 from tests.messages import has_line, naming
@@ -66,7 +66,7 @@ def run(tmp_path_factory, mesh) -> Path:
     folder = tmp_path_factory.mktemp("card")
     for name in ("model", "other"):
         make_tiny_hf(folder / name, "qwen3", depth=1, with_tokenizer=True, seed=len(name))
-    to_mcore(ExportArgs(model=str(folder / "model"), output_dir=str(folder / "run"), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(folder / "model"), output_dir=str(folder / "run"), to_mcore=True), mesh)
     write_acceptance(folder / "run")
     rows = folder / "rows.jsonl"
     rows.write_text(json.dumps({"query": "What does this function do?", "response": "It returns the sum."}))
@@ -77,7 +77,7 @@ def run(tmp_path_factory, mesh) -> Path:
 
 def card_of(run: Path, out: Path, mesh, **options) -> str:
     args = ExportArgs(model=str(run), output_dir=str(out), to_hf=True, push_to_hub="me/new", **options)
-    to_hf(args, mesh)  # `export.run.run` uploads what this has written
+    convert(args, mesh)  # `export.run.run` uploads what this has written
     return (out / "README.md").read_text()
 
 
@@ -101,7 +101,7 @@ def test_other_heads_have_not(run, tmp_path, mesh, options):
 @needs_llamacpp
 def test_a_gguf_file_has_the_acceptance_of_the_run_and_its_command(run, tmp_path, mesh):
     out = tmp_path / "out"
-    to_gguf(ExportArgs(model=str(run), output_dir=str(out), to_gguf=True, push_to_hub="me/new"), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(out), to_gguf=True, push_to_hub="me/new"), mesh)
     text = (out / "README.md").read_text()
     assert has_line(text, "61 100 61.0%")
     assert has_line(text, "llama-server out-bf16.gguf --spec-type draft-mtp")

@@ -12,7 +12,7 @@ from swiftlite.acceptance.teacher_forced import measure_rows, teacher_forced
 from swiftlite.args.commands import ExportArgs
 from swiftlite.base.errors import UserError
 from swiftlite.export.gate import check_quality
-from swiftlite.export.run import quantize_model, to_hf, to_mcore
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
 from swiftlite.serve.evaluate.evaluation_rows import load_rows
 from tests.messages import has_line, naming
@@ -132,10 +132,9 @@ def test_a_quantized_export_is_compared_with_the_unquantized_model(tmp_path, mes
     """Without a limit and without --baseline, acceptance.json has the figures of both models."""
     options: dict[str, Any] = {"model": str(source), "output_dir": str(tmp_path / "out"), **INT4}
     if of_run:
-        to_mcore(ExportArgs(model=str(source), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
+        convert(ExportArgs(model=str(source), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
         options |= {"model": str(tmp_path / "run"), "to_hf": True}
-    export = to_hf if of_run else quantize_model
-    export(ExportArgs(val_dataset=[rows], **options), mesh)
+    convert(ExportArgs(val_dataset=[rows], **options), mesh)
     content = json.loads((tmp_path / "out" / "acceptance.json").read_text())
     quantization = content["quantization"]
     assert quantization["method"] == "rtn"
@@ -153,23 +152,23 @@ def test_a_quantized_export_is_compared_with_the_unquantized_model(tmp_path, mes
 def test_a_quantized_export_beyond_a_limit_leaves_nothing(tmp_path, mesh, rows, source):
     options: dict[str, Any] = {"model": str(source), "output_dir": str(tmp_path / "out"), "val_dataset": [rows], **INT4}
     with pytest.raises(UserError, match=naming("--max_trunk_loss 0.01")):
-        quantize_model(ExportArgs(max_trunk_loss=0.01, **options), mesh)
+        convert(ExportArgs(max_trunk_loss=0.01, **options), mesh)
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "rows.jsonl"}
-    quantize_model(ExportArgs(max_trunk_loss=0.01, force=True, **options), mesh)
+    convert(ExportArgs(max_trunk_loss=0.01, force=True, **options), mesh)
     content = json.loads((tmp_path / "out" / "acceptance.json").read_text())
     assert content["trunk"]["loss"] > 0.01
 
 
 def test_without_rows_the_export_names_the_option(tmp_path, mesh, source, caplog):
     caplog.set_level("INFO")
-    quantize_model(ExportArgs(model=str(source), output_dir=str(tmp_path / "out"), **INT4), mesh)
+    convert(ExportArgs(model=str(source), output_dir=str(tmp_path / "out"), **INT4), mesh)
     assert has_line(caplog.text, "--val_dataset FILE")
     assert not (tmp_path / "out" / "acceptance.json").exists()
 
 
 def test_measurements_are_not_copied_to_other_weights(tmp_path, mesh, source):
     (source / "acceptance.json").write_text("{}")
-    quantize_model(ExportArgs(model=str(source), output_dir=str(tmp_path / "out"), **INT4), mesh)
+    convert(ExportArgs(model=str(source), output_dir=str(tmp_path / "out"), **INT4), mesh)
     assert not (tmp_path / "out" / "acceptance.json").exists()
-    to_mcore(ExportArgs(model=str(source), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(source), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
     assert not (tmp_path / "run" / "source" / "acceptance.json").exists()

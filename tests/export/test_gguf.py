@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from swiftlite.args.commands import ExportArgs
 from swiftlite.base.errors import UserError
 from swiftlite.export import gguf
-from swiftlite.export.run import to_gguf, to_mcore
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.examine import examine
 from swiftlite.gguf.types import quantizer
@@ -43,9 +43,9 @@ def options(model: Path, out: Path, **changes) -> ExportArgs:
 @needs_llamacpp
 def test_a_run_and_its_model_give_the_same_file(hf_dir, mesh, tmp_path, rows):
     run = tmp_path / "run"
-    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
     for model, name in ((run, "of-run"), (hf_dir, "of-model")):
-        to_gguf(options(model, tmp_path / name, val_dataset=[str(rows)]), mesh)
+        convert(options(model, tmp_path / name, val_dataset=[str(rows)]), mesh)
         (file,) = (tmp_path / name).iterdir()
         assert file.name == f"{name}-bf16.gguf"
         assert examine(file).problems == []
@@ -62,9 +62,9 @@ def test_an_export_below_the_limit_is_not_written(hf_dir, mesh, tmp_path, rows):
     out = tmp_path / "out"
     limit = {"val_dataset": [str(rows)], "min_acceptance": 0.9, "gguf_type": "q8_0"}
     with pytest.raises(UserError, match=naming("--min_acceptance 0.9")):
-        to_gguf(options(hf_dir, out, **limit), mesh)
+        convert(options(hf_dir, out, **limit), mesh)
     assert not out.exists()
-    to_gguf(options(hf_dir, out, **limit, force=True), mesh)
+    convert(options(hf_dir, out, **limit, force=True), mesh)
     assert [path.name for path in out.iterdir()] == ["out-q8_0.gguf"]
 
 
@@ -82,7 +82,7 @@ def test_another_tokenizer_in_llamacpp_is_named(hf_dir, mesh, tmp_path, monkeypa
 
     monkeypatch.setattr(write, "tokenizer_metadata", changed)
     with pytest.raises(UserError, match=naming("llama.cpp out-bf16.gguf")):
-        to_gguf(options(hf_dir, tmp_path / "out"), mesh)
+        convert(options(hf_dir, tmp_path / "out"), mesh)
     assert not (tmp_path / "out").exists()
 
 
@@ -109,7 +109,7 @@ def test_a_changed_number_is_named(hf_dir, mesh, tmp_path, monkeypatch, place):
 
     monkeypatch.setattr(gguf, "write_gguf", write)
     with pytest.raises(UserError, match=naming("out-bf16.gguf")):
-        to_gguf(options(hf_dir, tmp_path / "out"), mesh)
+        convert(options(hf_dir, tmp_path / "out"), mesh)
     assert not (tmp_path / "out").exists()
 
 

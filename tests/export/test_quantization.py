@@ -19,7 +19,7 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.export.run import quantize_model, to_hf, to_mcore
+from swiftlite.export.run import convert
 from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve
 from tests.messages import mentions, naming
@@ -39,7 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def run(model: Path, mesh, output: Path, **options: Any) -> Path:
-    quantize_model(ExportArgs(model=str(model), output_dir=str(output), **options), mesh)
+    convert(ExportArgs(model=str(model), output_dir=str(output), **options), mesh)
     return output
 
 
@@ -143,9 +143,9 @@ def test_every_family(mesh, tmp_path, family, name):
 def test_a_run_is_quantized(mesh, tmp_path):
     """The result is that of quantizing the export; the unquantized export is removed."""
     model = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
-    to_mcore(ExportArgs(model=str(model), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(model), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
     options = {"model": str(tmp_path / "run"), "output_dir": str(tmp_path / "out"), "to_hf": True}
-    to_hf(ExportArgs(**options, **METHODS["int8"]), mesh)
+    convert(ExportArgs(**options, **METHODS["int8"]), mesh)
     assert_same_bits(stored(tmp_path / "out"), stored(run(model, mesh, tmp_path / "direct", **METHODS["int8"])))
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "run", "out", "direct"}
 

@@ -20,11 +20,12 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import save_hf
 from swiftlite.data.template import load_tokenizer
-from swiftlite.export.run import run, to_hf, to_mcore
+from swiftlite.export.run import convert, run
 from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
+from swiftlite.train.checkpoint.state import CheckpointState
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf, make_tiny_model, promise, random_mtp_tensors
 
@@ -37,7 +38,7 @@ def hf_dir(tmp_path) -> Path:
 @pytest.fixture
 def converted(hf_dir, mesh, tmp_path) -> Path:
     """Return a run's directory as `--to_mcore` writes it."""
-    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
     return tmp_path / "run"
 
 
@@ -47,7 +48,7 @@ def export(converted, mesh, tmp_path) -> Callable[..., Path]:
 
     def export(**options) -> Path:
         usual = {"model": str(converted), "output_dir": str(tmp_path / "exports" / "out"), "to_hf": True}
-        to_hf(ExportArgs(**usual | options), mesh)
+        convert(ExportArgs(**usual | options), mesh)
         return tmp_path / "exports" / "out"
 
     return export
@@ -96,8 +97,8 @@ def test_heads_have_the_copies_that_their_source_had(family, has_copies, tmp_pat
     source = hf_dir
     for trip in ("1", "2"):  # what an export left is a source too
         run, out = tmp_path / f"run{trip}", tmp_path / f"out{trip}"
-        to_mcore(ExportArgs(model=str(source), output_dir=str(run), to_mcore=True, torch_dtype="float32"), mesh)
-        to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+        convert(ExportArgs(model=str(source), output_dir=str(run), to_mcore=True, torch_dtype="float32"), mesh)
+        convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
         assert_same(tensors(out), tensors(hf_dir))
         source = out
 
@@ -114,8 +115,8 @@ def test_grafted_heads_have_the_copies_of_where_they_come_from(has_copies, where
     of_run = ExportArgs(
         model=str(own), output_dir=str(run), to_mcore=True, torch_dtype="float32", mtp_graft_from=graft_early
     )
-    to_mcore(of_run, mesh)
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, mtp_graft_from=graft_late), mesh)
+    convert(of_run, mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, mtp_graft_from=graft_late), mesh)
     assert_same(tensors(out), tensors(other))
 
 
@@ -134,10 +135,10 @@ def test_heads_that_nobody_dropped_are_not_lost(family, tmp_path, mesh):
     promise(hf_dir, 0)
     args = ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "run"), to_mcore=True)
     with pytest.raises(UserError) as refused:
-        to_mcore(args, mesh)
+        convert(args, mesh)
     assert "num_nextn_predict_layers" in refused.value.hint
     assert not (tmp_path / "run").exists()
-    to_mcore(replace(args, mtp="strip"), mesh)
+    convert(replace(args, mtp="strip"), mesh)
     assert (tmp_path / "run").exists()
 
 
@@ -171,18 +172,18 @@ def test_new_heads_have_the_precision_of_the_trunk(family, tmp_path, mesh):
 def test_a_smaller_precision_spares_what_16_bits_cannot_hold(family, tmp_path, mesh):
     hf_dir = make_tiny_hf(tmp_path / "hf", family, depth=1, dtype=torch.float32)
     run = tmp_path / "run"
-    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
     for dtype in ("bfloat16", "float32"):
         out = tmp_path / dtype
-        to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, torch_dtype=dtype), mesh)
+        convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, torch_dtype=dtype), mesh)
     assert_only_exact_are_float32(tmp_path / "bfloat16")
     assert {tensor.dtype for tensor in tensors(tmp_path / "float32").values()} == {torch.float32}
 
 
 def test_what_a_conversion_leaves_is_a_run(converted, hf_dir):
     assert {path.name for path in converted.iterdir()} == {"source", "checkpoint-0"}
-    state = json.loads((converted / "checkpoint-0" / "trainer_state.json").read_text())
-    assert state == {"step": 0, "mtp_num_layers": 1, "torch_dtype": "bfloat16"}
+    state = CheckpointState.read(converted / "checkpoint-0")
+    assert state == CheckpointState(step=0, mtp_num_layers=1, torch_dtype="bfloat16")
     assert (converted / "source" / "config.json").read_bytes() == (hf_dir / "config.json").read_bytes()
 
 
@@ -197,7 +198,7 @@ def test_files_are_as_small_as_asked_for(export, hf_dir):
 def test_stripped_heads_leave_no_tensor_and_no_promise(export, hf_dir, mesh, tmp_path, where):
     if where == "to_mcore":
         run = str(tmp_path / "stripped")
-        to_mcore(ExportArgs(model=str(hf_dir), output_dir=run, to_mcore=True, mtp="strip"), mesh)
+        convert(ExportArgs(model=str(hf_dir), output_dir=run, to_mcore=True, mtp="strip"), mesh)
         out = export(model=run)
     else:
         out = export(mtp="strip")
@@ -212,7 +213,7 @@ def test_grafted_heads_are_the_other_models(export, hf_dir, mesh, tmp_path, wher
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=2, with_tokenizer=True, seed=1)
     if where == "to_mcore":
         run = str(tmp_path / "grafted")
-        to_mcore(ExportArgs(model=str(hf_dir), output_dir=run, to_mcore=True, mtp_graft_from=str(base)), mesh)
+        convert(ExportArgs(model=str(hf_dir), output_dir=run, to_mcore=True, mtp_graft_from=str(base)), mesh)
         out = export(model=run)
     else:
         out = export(mtp_graft_from=str(base))
@@ -334,7 +335,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(hf_dir, mesh, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(UserError, match=rf"{tmp_path}.*File too large") as raised:
-            to_mcore(args, mesh)
+            convert(args, mesh)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert raised.value.hint
@@ -362,7 +363,7 @@ def test_heads_that_fall_short_leave_nothing_behind(export, tmp_path):
 
 def test_a_run_without_checkpoint_is_named(mesh, tmp_path):
     with pytest.raises(UserError, match=naming(f"{tmp_path} checkpoint-N")):
-        to_hf(ExportArgs(model=str(tmp_path), output_dir=str(tmp_path / "out"), to_hf=True), mesh)
+        convert(ExportArgs(model=str(tmp_path), output_dir=str(tmp_path / "out"), to_hf=True), mesh)
 
 
 def test_heads_get_a_draft_vocabulary(export, converted, tmp_path):

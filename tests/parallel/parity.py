@@ -38,6 +38,7 @@ from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
+from swiftlite.train.checkpoint.state import CheckpointState
 from swiftlite.train.hidden_state_cache import HiddenStateCache
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
@@ -290,7 +291,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             drafting=family.mtp.drafting,
             mtp_loss=plan.mtp_loss,
             kernels=job.kernels,
-            settings=settings_of(args.megatron_config, "TransformerConfig"),
+            mcore_config=settings_of(args.megatron_config, "TransformerConfig"),
         )
         if args.mtp_mode == "heads_only":
             HEADS_ONLY.apply(model)
@@ -313,7 +314,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             mesh,
             model,
             optimizer,
-            {"mtp_num_layers": plan.heads.layers, "torch_dtype": args.torch_dtype},
+            CheckpointState(step=0, mtp_num_layers=plan.heads.layers, torch_dtype=args.torch_dtype),
             is_async=args.async_save,
         )
         trainer = Trainer(

@@ -25,10 +25,12 @@ from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf, stream_hf
 from swiftlite.families import Family
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.plan.layout import layout_problems
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
+from swiftlite.train.checkpoint.state import CheckpointState
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import sensitivity
 from tests.tiers import selected, some_of
@@ -82,7 +84,7 @@ def save(model: GPTModel, source: Path, out_dir: Path, max_shard_bytes: int) -> 
 @torch.no_grad()
 def compute(model: GPTModel) -> list[torch.Tensor]:
     """Return the logits of the trunk and of each head, for this rank's part of the vocabulary."""
-    logits = model(TOKENS, torch.arange(TOKENS.shape[1])[None])
+    logits = model(ModelInputs(TOKENS, torch.arange(TOKENS.shape[1])[None]))
     return [logits.main, *logits.mtp]
 
 
@@ -211,7 +213,9 @@ def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None
                 model = build(source, mesh, 1)
                 if one is first:
                     load_hf(model, source, family, hf_config)
-                    Checkpointer(out_dir, mesh, model, None, {}).save(1)
+                    Checkpointer(
+                        out_dir, mesh, model, None, CheckpointState(step=0, mtp_num_layers=1, torch_dtype="float32")
+                    ).save(1)
                 else:
                     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
                         parameter.data.fill_(float("nan"))

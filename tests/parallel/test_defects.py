@@ -24,6 +24,7 @@ from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.model.build import build_config, build_model
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.experts import SequentialMLP
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime import mesh as mesh_module
@@ -31,6 +32,7 @@ from swiftlite.runtime.compat import MCORE_VERSION, MTP_INNER_LAYER
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
+from swiftlite.train.checkpoint.state import CheckpointState
 from tests.parallel import parity
 from tests.parallel.launch import launch
 from tests.tiny import make_tiny_hf
@@ -117,7 +119,7 @@ def test_a_micro_batch_without_targets(tmp_path, mesh, monkeypatch):
     assert any(parameter.grad.isnan().any() for parameter in stock.parameters() if parameter.grad is not None)
 
     [ours] = our_model(hf_dir, mesh)
-    losses = ours.train()(TOKENS, POSITIONS, labels=torch.full_like(TOKENS, -100))
+    losses = ours.train()(ModelInputs(TOKENS, POSITIONS), Target(torch.full_like(TOKENS, -100)))
     (losses.main.loss_BS.sum() + losses.mtp[0].loss_BS.sum()).backward()
     assert not any(parameter.grad.any() for parameter in ours.parameters() if parameter.grad is not None)
 
@@ -156,7 +158,9 @@ def save_tied(hf_dir: Path, out_dir: Path, as_stock: bool) -> str:
         except AssertionError as error:
             return str(error)
         if not as_stock:
-            Checkpointer(out_dir, mesh, [model], None, {}).save(1)
+            Checkpointer(
+                out_dir, mesh, [model], None, CheckpointState(step=0, mtp_num_layers=1, torch_dtype="float32")
+            ).save(1)
     return ""
 
 

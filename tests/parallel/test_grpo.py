@@ -133,7 +133,7 @@ def gradients_of(jobs: list[GrpoArgs], ports: list[int]) -> None:
         hf_model = resolve(args.model)
         with phases.open_session(args, hf_model) as mesh:
             run = prepare(args, mesh)
-            trainer = training.make_trainer(run, {"step": 0})
+            trainer = training.make_trainer(run, phases.state_of(run))
             trainer.step(1)
             state = run.train_state
             directory = Path(args.output_dir) / "gradients"

@@ -113,7 +113,7 @@ def test_settings_reach_ddp_and_optimizer(hf_model, mesh, monkeypatch):
     args = SftArgs(train_iters=2, megatron_config=VALUES, use_distributed_optimizer=True, grad_reduce_in_bf16=True)
     assert list(setting_problems(args.megatron_config)) == []
     model_settings = {"moe_z_loss_coeff": 0.25}
-    chunks, _ = open_model(hf_model, mesh, dtype=torch.bfloat16, settings=model_settings)
+    chunks, _ = open_model(hf_model, mesh, dtype=torch.bfloat16, mcore_config=model_settings)
     assert all(chunk.config.moe_z_loss_coeff == 0.25 for chunk in chunks)
     given = settings_of(args.megatron_config, "DistributedDataParallelConfig")
     wrapped = optim.wrap_model(chunks, mesh, torch.bfloat16, args, given)

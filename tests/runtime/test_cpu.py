@@ -27,6 +27,7 @@ from swiftlite.runtime import cpu
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
+from swiftlite.train.checkpoint.state import CheckpointState
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
@@ -106,7 +107,9 @@ def step_and_save(shim: str, out_dir: Path, **options: Any) -> None:
             checkpointer=None,
         )
         assert trainer.step(1)["grad_norm"] > 0
-        Checkpointer(out_dir, mesh, [model], optimizer, {}).save(1)
+        Checkpointer(
+            out_dir, mesh, [model], optimizer, CheckpointState(step=0, mtp_num_layers=1, torch_dtype="float32")
+        ).save(1)
         # What pipeline stages do with a tied embedding (language_module.py:244).
         torch.zeros(1).cuda()
         assert not torch.cuda.is_available()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from swiftlite.args.commands import ExportArgs, GrpoArgs, SftArgs
 from swiftlite.data.packing.sampler import Sampler
-from swiftlite.export.run import to_hf
+from swiftlite.export.run import convert
 from swiftlite.families.index import image_sizes
 from swiftlite.rollouts.generation import Generation, image_files
 from swiftlite.runtime.mesh import Mesh
@@ -127,7 +127,7 @@ def first_step(args: SftArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, t
     """Return metrics and gradients (by HF name) of one step."""
     run = prepare(args, mesh)
     run.output_dir.mkdir(exist_ok=True)
-    trainer = training.make_trainer(run, {"step": 0})
+    trainer = training.make_trainer(run, phases.state_of(run))
     metrics = trainer.step(1)
     trainer.release()
     out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model
@@ -141,7 +141,7 @@ def train(args: SftArgs, mesh: Mesh) -> Path:
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
     try:
-        trainer.fit(state["step"])
+        trainer.fit(state.step)
     finally:
         trainer.release()
     trainer.close()
@@ -186,5 +186,5 @@ def metrics(run: Path) -> list[dict[str, float]]:
 def weights(run: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
     """Return the exported tensors of a run."""
     out = run.with_name(f"{run.name}-hf")
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
     return load_file(out / "model.safetensors")

@@ -74,7 +74,7 @@ def train(args: DpoArgs, mesh: Mesh) -> Path:
     run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
-    trainer.fit(state["step"])
+    trainer.fit(state.step)
     trainer.close()
     return run.output_dir
 
@@ -83,7 +83,7 @@ def first_step(args: DpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, t
     """Return metrics and gradients (by HF name) of one step over all training pairs, and these pairs."""
     run = prepare(args, mesh)
     run.output_dir.mkdir(exist_ok=True)
-    metrics = training.make_trainer(run, {"step": 0}).step(1)
+    metrics = training.make_trainer(run, phases.state_of(run)).step(1)
     out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model
     save_gradients(run.train_state.wrapped, run.train_state.chunks, out_dir, hf_model.family, hf_model.config)
     return metrics, load_file(out_dir / "model.safetensors"), list(run.data.train)

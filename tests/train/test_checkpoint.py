@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.base.log import logger
+from swiftlite.base.lora import Lora
 from swiftlite.families.resolved import resolve
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
@@ -30,16 +31,16 @@ from swiftlite.store.manifest import sha256
 from swiftlite.train.checkpoint.checkpointer import (
     Checkpointer,
     load_checkpoint,
-    read_state,
     resolve_checkpoint,
     sharded_model,
 )
 from swiftlite.train.checkpoint.files import SaveStrategy
+from swiftlite.train.checkpoint.state import CheckpointState
 from tests.evil import Evil
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 
-STATE = {"mtp_num_layers": 1, "torch_dtype": "float32"}
+STATE = CheckpointState(step=0, mtp_num_layers=1, torch_dtype="float32")
 STREAM = {
     "num_read": 7,
     "piece": 1,
@@ -85,7 +86,7 @@ def test_weights_and_state_come_back(open_chunks, mesh, tmp_path):
     chunk.load_state_dict(expected, strict=False)
     Checkpointer(tmp_path, mesh, chunks, None, STATE).save(3, {"stream": STREAM})
     assert names(tmp_path) == {"checkpoint-3"}
-    assert read_state(tmp_path / "checkpoint-3") == {"step": 3, **STATE, "stream": STREAM}
+    assert CheckpointState.read(tmp_path / "checkpoint-3") == dataclasses.replace(STATE, step=3, stream=STREAM)
 
     (other,) = fresh = open_chunks()
     load_checkpoint(tmp_path / "checkpoint-3", mesh, fresh)
@@ -115,7 +116,7 @@ def test_the_newest_are_kept(open_chunks, mesh, tmp_path, keep, left):
 
 def test_a_checkpoint_without_all_tensors_gets_no_name(open_chunks, mesh, tmp_path):
     chunks = open_chunks()
-    checkpointer = Checkpointer(tmp_path, mesh, chunks, None, {"of no JSON": object()})
+    checkpointer = Checkpointer(tmp_path, mesh, chunks, None, dataclasses.replace(STATE, data=object()))
     with pytest.raises(TypeError):
         checkpointer.save(1)
     assert names(tmp_path) == set()
@@ -200,10 +201,10 @@ def test_what_cannot_be_deleted_is_said(open_chunks, mesh, tmp_path, caplog, mon
 
 def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_path):
     chunks = open_chunks()
-    Checkpointer(tmp_path, mesh, chunks, None, {**STATE, "run": 1}).save(1)
+    Checkpointer(tmp_path, mesh, chunks, None, dataclasses.replace(STATE, images=True)).save(1)
     (tmp_path / "checkpoint-1" / "note.txt").write_text("of the first")
-    Checkpointer(tmp_path, mesh, chunks, None, {**STATE, "run": 2}).save(1)
-    assert read_state(tmp_path / "checkpoint-1")["run"] == 2
+    Checkpointer(tmp_path, mesh, chunks, None, STATE).save(1)
+    assert not CheckpointState.read(tmp_path / "checkpoint-1").images
     assert not (tmp_path / "checkpoint-1" / "note.txt").exists()
 
 
@@ -219,7 +220,7 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "trainer_state.json").write_text(content)
     with pytest.raises(UserError, match=naming("trainer_state.json")):
-        read_state(tmp_path)
+        CheckpointState.read(tmp_path)
 
 
 def test_a_damaged_file_is_named(open_chunks, mesh, saved):
@@ -239,7 +240,7 @@ def test_another_model_is_named(open_chunks, mesh, tmp_path):
 def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
     Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(7)
     text = (tmp_path / "checkpoint-7" / "trainer_state.json").read_text()
-    assert text == json.dumps({"step": 7, **STATE}, indent=2)
+    assert text == json.dumps(dataclasses.asdict(dataclasses.replace(STATE, step=7)), indent=2)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +253,7 @@ def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
         ({"step": 1.5}, "step:"),
         ({"step": -1}, "step: 0"),
         ({"step": 2}, "2 1"),
+        ({"version": 2}, "version 2"),
         ({"mtp_num_layers": "1"}, "mtp_num_layers:"),
         ({"mtp_num_layers": -1}, "mtp_num_layers: 0"),
         ({"torch_dtype": "load"}, "torch_dtype: 'bfloat16'"),
@@ -265,12 +267,30 @@ def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
 def test_a_state_that_cannot_be_is_named(tmp_path, content, problem):
     checkpoint = tmp_path / "checkpoint-1"
     checkpoint.mkdir()
-    text = content if isinstance(content, str) else json.dumps({"step": 1, **STATE} | content)
+    written = {"step": 1, "mtp_num_layers": 1, "torch_dtype": "float32"}
+    text = content if isinstance(content, str) else json.dumps(written | content)
     (checkpoint / "trainer_state.json").write_text(text)
     with pytest.raises(UserError, match=naming("checkpoint-1/trainer_state.json")) as error:
-        read_state(checkpoint)
+        CheckpointState.read(checkpoint)
     assert mentions(error.value.problem, problem)
     assert "\n" not in error.value.problem
+
+
+@pytest.mark.parametrize(
+    ("content", "streams_trunk"),
+    [
+        ({}, True),
+        ({"streams_trunk": False, "quantized_trunk": True}, False),
+        ({"lora": dataclasses.asdict(Lora(4, 8.0))}, False),
+    ],
+)
+def test_a_base_without_adapters_was_a_streamed_trunk_in_the_first_release(tmp_path, content, streams_trunk):
+    written = {"step": 1, "mtp_num_layers": 1, "torch_dtype": "float32", "base": {"model": "m", "sha256": "0"}}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(written | content))
+    state = CheckpointState.read(tmp_path)
+    assert state.streams_trunk == streams_trunk
+    assert state.quantized_trunk == content.get("quantized_trunk", False)
+    assert state.lora == (Lora(4, 8.0) if "lora" in content else None)
 
 
 def test_every_file_has_its_digest_and_sha256sum_knows_them(saved):
@@ -460,7 +480,9 @@ def save_and_wait(checkpointer: Checkpointer, step: int, data_state: dict[str, A
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
-    ("limit", "data_state"), [(100_000, {}), (10_000_000, {"long": "x" * 10_000_000})], ids=["tensors", "state"]
+    ("limit", "data_state"),
+    [(100_000, {}), (10_000_000, {"data": {"rows": "x" * 10_000_000}})],
+    ids=["tensors", "state"],
 )
 def test_what_cannot_be_written_is_not_left(open_chunks, mesh, tmp_path, limit, data_state, is_async):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

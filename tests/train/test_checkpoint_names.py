@@ -11,7 +11,8 @@ from swiftlite import families
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.model.build import build_model
-from swiftlite.train.checkpoint.checkpointer import STATE_FILE, Checkpointer, load_checkpoint, sharded_model
+from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, sharded_model
+from swiftlite.train.checkpoint.state import STATE_FILE, CheckpointState
 from tests.tiny import make_tiny_hf
 
 # Written down from 0.16.1; since 0.17 the attribute of an MTP layer that holds its decoder layer is `mtp_model_layer`.
@@ -52,7 +53,7 @@ def test_a_checkpoint_has_the_files_of_every_release(tmp_path, mesh):
     model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(0))
     for parameter in model[0].parameters():
         torch.nn.init.zeros_(parameter)
-    Checkpointer(tmp_path, mesh, model, None, {}).save(1)
+    Checkpointer(tmp_path, mesh, model, None, CheckpointState(step=0, mtp_num_layers=1, torch_dtype="float32")).save(1)
     files = {path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.suffix != ".distcp"}
     assert files - {".metadata"} == {"common.pt", "metadata.json", "SHA256SUMS", STATE_FILE}
     load_checkpoint(tmp_path / "checkpoint-1", mesh, model)

@@ -14,7 +14,7 @@ from swiftlite.args.commands import DpoArgs, ExportArgs
 from swiftlite.base.errors import UserError
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.export.run import to_hf
+from swiftlite.export.run import convert
 from swiftlite.report.run_page import write_run_page
 from swiftlite.train import phases
 from swiftlite.train import run as training
@@ -167,7 +167,7 @@ def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path
     trainer.close()
     ours = log_probabilities(run.train_state.chunks, mesh, run.batches, run.data.val)
     export = tmp_path / "export"
-    to_hf(ExportArgs(model=args.output_dir, output_dir=str(export), to_hf=True, merge_lora=merge_lora), mesh)
+    convert(ExportArgs(model=args.output_dir, output_dir=str(export), to_hf=True, merge_lora=merge_lora), mesh)
     if merge_lora:
         model = open_hf(export)
         heads = [key for key in load_file(export / "model.safetensors") if key.startswith("mtp.")]

@@ -103,7 +103,7 @@ def test_held_out_rows_have_a_divergence(options, mesh):
     run = prepare(options(split_dataset_ratio=0.2, lmbda=0.0), mesh)
     assert run.data.report.total.truncated == 0
     run.output_dir.mkdir()
-    trainer = training.make_trainer(run, {"step": 0})
+    trainer = training.make_trainer(run, phases.state_of(run))
     before = trainer.evaluate(0)
     assert before["eval_loss"] > 0
     assert "eval_on_policy" not in before

@@ -15,7 +15,7 @@ from swiftlite import rules
 from swiftlite.args.commands import ExportArgs, GrpoArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig, start_engine
-from swiftlite.export.run import to_hf
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
 from swiftlite.rollouts.draw import draw
 from swiftlite.rollouts.engine import sampling_of
@@ -108,7 +108,7 @@ def test_held_out_prompts_are_scored_with_the_current_weights(options, mesh, hf_
     # The evaluations before step 1, and after steps 1 and 2. An entry has the times since the previous one.
     assert [line["step"] for line in lines if "time/evaluation" in line] == [1, 2, 3]
     after = tmp_path / "exported"
-    to_hf(ExportArgs(model=args.output_dir, output_dir=str(after), to_hf=True), mesh)
+    convert(ExportArgs(model=args.output_dir, output_dir=str(after), to_hf=True), mesh)
     for step, model in ((0, hf_dir), (3, after)):
         generation = drawn(args, mesh, model, step)
         scores = [sum(token % 2 == 0 for token in ids) / len(ids) for ids in generation.completions()]

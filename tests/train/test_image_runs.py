@@ -15,7 +15,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.data.image_inputs import PATCHES
 from swiftlite.data.images import ImageRef
 from swiftlite.data.sample import Sample
-from swiftlite.export.run import to_hf
+from swiftlite.export.run import convert
 from swiftlite.report.run_page import write_run_page
 from swiftlite.train import phases
 from swiftlite.train import run as training
@@ -57,7 +57,7 @@ def weights(directory: Path) -> dict[str, Any]:
 
 def export(run: Path, mesh) -> dict[str, Any]:
     directory = run.with_name(f"{run.name}-hf")
-    to_hf(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True), mesh)
     return weights(directory)
 
 

@@ -15,8 +15,9 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.lora import is_adapter
 from swiftlite.bridge.adapters.files import digest_of
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.export.run import to_hf
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.layers.lora import Adapter, gather_adapters, merged
 from swiftlite.plan.kernels import Machine
 from swiftlite.serve.adapters import with_adapters
@@ -149,9 +150,9 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
     phases.report(run, phases.Outcome(0, 1.0, {}))  # frozen tensors stayed
 
     # What is merged is what PEFT merges, to the bit, and PEFT opens what is not merged.
-    to_hf(ExportArgs(to_hf=True, model=str(run.output_dir), output_dir=str(tmp_path / "merged")), mesh)
+    convert(ExportArgs(to_hf=True, model=str(run.output_dir), output_dir=str(tmp_path / "merged")), mesh)
     kept = ExportArgs(to_hf=True, model=str(run.output_dir), output_dir=str(tmp_path / "adapter"), merge_lora=False)
-    to_hf(kept, mesh)
+    convert(kept, mesh)
     import peft
 
     opened = peft.PeftModel.from_pretrained(
@@ -173,7 +174,7 @@ def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, 
     logits = []
     for without in (nullcontext(), merged([chunk])):
         with mesh.active(), torch.no_grad(), without:
-            made = chunk.eval()(torch.arange(5, 45)[None], torch.arange(40)[None])
+            made = chunk.eval()(ModelInputs(torch.arange(5, 45)[None], torch.arange(40)[None]))
         logits.append([made.main, *made.mtp])
     assert all(torch.equal(adapted, plain) for adapted, plain in zip(*logits, strict=True))
     weights = {name: tensor for name, tensor in chunk.state_dict().items() if ".adapter." not in name}
@@ -200,8 +201,8 @@ def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns, u
     for name, parameter in parameters.items():
         assert parameter.requires_grad == bool(re.search(learns, name)), name
 
-    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
-    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
+    convert(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
+    convert(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
     with with_adapters(resolve(hf_dir), str(tmp_path / "adapter")) as model:
         assert digest_of(model.directory) == digest_of(tmp_path / "merged") != digest_of(hf_dir)
         assert model.config == read_config(tmp_path / "merged")
@@ -263,7 +264,7 @@ def test_a_mask_takes_one_number_however_many_tokens_there_are(options, mesh):
 
 def test_adapters_of_another_model_are_refused(options, mesh, tmp_path):
     run = train(options(tuner_type="lora", train_iters=1), mesh)
-    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
+    convert(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
     other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, seed=1)
     refused = pytest.raises(UserError, match=naming(f"--adapters {other} config.json"))
     with refused, with_adapters(resolve(other), str(tmp_path / "adapter")):
@@ -294,7 +295,7 @@ def test_adapters_that_do_not_fit_are_refused(options, mesh, tmp_path, hf_dir, c
     """PEFT does not write a digest of the base model, so names and shapes are checked."""
     directory = tmp_path / "adapter"
     run = train(options(tuner_type="lora", train_iters=1, lora_rank=8), mesh)
-    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(directory), merge_lora=False, mtp="strip"), mesh)
+    convert(ExportArgs(to_hf=True, model=str(run), output_dir=str(directory), merge_lora=False, mtp="strip"), mesh)
     config = json.loads((directory / "adapter_config.json").read_text())
     files = {"config": config, "tensors": load_file(directory / "adapter_model.safetensors")}
     changed(files)
@@ -320,17 +321,17 @@ def wide(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_what_peft_has_no_place_for_is_refused(options, mesh, tmp_path, changed, why):
     run = train(options(**{"tuner_type": "lora", "train_iters": 1} | changed), mesh)
     with pytest.raises(UserError, match=naming(why)):
-        to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
+        convert(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
     assert not (tmp_path / "adapter").exists()
-    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
+    convert(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
 
 
 def test_adapters_of_experts_are_merged(options, mesh, tmp_path):
     base = make_tiny_hf(tmp_path / "base", "qwen3_moe", depth=1, with_tokenizer=True)
     run = train(options(model=str(base), tuner_type="lora", lr=1e-2), mesh)
-    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
+    convert(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
     before, after = (load_file(place / "model.safetensors") for place in (base, tmp_path / "merged"))
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert changed == {key for key in before if re.search(r"_proj(\.weight)?$|mtp\.fc\.", key)}
     with pytest.raises(UserError, match=naming("--merge_lora PEFT transformers")):
-        to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
+        convert(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)

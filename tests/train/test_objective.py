@@ -12,6 +12,7 @@ from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, collate
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.model.gpt import Losses
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.stage_states import StageStates
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.mtp_loss import head_coefficients
@@ -48,7 +49,7 @@ def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh
     model.zero_grad()
     parts, total = [], 0.0
     for batch in batches:
-        losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
+        losses = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS), Target(batch.labels_KBS[0]))
         loss = total_loss(losses, batch.loss_scale_KBS, coefficients)
         loss.backward()
         total += float(loss.detach())
@@ -62,7 +63,7 @@ def naive_loss(model, samples: list[Sample], depth: int) -> torch.Tensor:
     sums, counts = [torch.zeros(())] * (depth + 1), [0] * (depth + 1)
     for sample in samples:
         ids = torch.from_numpy(sample.input_ids).long()[None]
-        logits = model(ids, torch.arange(ids.size(1))[None])
+        logits = model(ModelInputs(ids, torch.arange(ids.size(1))[None]))
         for k, head in enumerate((logits.main, *logits.mtp)):
             for position in range(len(sample) - k - 1):
                 target = position + k + 1
@@ -119,7 +120,7 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, mesh, depth)
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=depth), mesh, torch.float32)
     samples = make_samples(3)
     batch = collate(samples, 0, num_drafts=depth)
-    rotary = model.rotary_emb(batch.position_ids_BS)
+    rotary = model.rotary_emb(ModelInputs.of(batch))
     hidden = model.forward_preprocess(batch.tokens_KBS[0], batch.position_ids_BS)
     hidden = model.forward_decoder(hidden, rotary)
     heads = [
@@ -172,7 +173,7 @@ def test_the_second_depth_teaches_the_first(tmp_path, mesh):
     """Depth 2 reads depth 1's state, so its loss has gradients in depth 1; nothing is detached between depths."""
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=2), mesh, torch.float32)
     batch = collate(make_samples(3), 0, num_drafts=2)
-    losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
+    losses = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS), Target(batch.labels_KBS[0]))
     losses.mtp[1].loss_BS.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if name.startswith("mtp.layers.0.")}
     assert all(gradient is not None and float(gradient.abs().max()) > 0 for gradient in gradients.values())
@@ -183,8 +184,8 @@ def test_heads_only_trains_mtp_and_nothing_else(tmp_path, mesh):
     model = load_megatron(directory, mesh, torch.float32, freeze_trunk=True)
     joint = load_megatron(directory, mesh, torch.float32)
     batch = collate(make_samples(3), 0, num_drafts=2)
-    losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
-    expected = joint(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
+    losses = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS), Target(batch.labels_KBS[0]))
+    expected = joint(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS), Target(batch.labels_KBS[0]))
     assert losses.main.loss_BS.grad_fn is None  # no graph through the trunk
     for head, reference in zip(losses.mtp, expected.mtp, strict=True):
         assert torch.equal(head.loss_BS, reference.loss_BS)
@@ -202,8 +203,8 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, mesh):
     samples = make_samples(5)
     batch = collate(samples, 0, num_drafts=1)
     with torch.no_grad():
-        logits = model(batch.tokens_KBS[0], batch.position_ids_BS)
-        losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
+        logits = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS))
+        losses = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS), Target(batch.labels_KBS[0]))
     trunk, head = logits.main.argmax(-1), logits.mtp[0].argmax(-1)
     hits = targets = 0
     for row, sample in enumerate(samples):

@@ -23,13 +23,14 @@ from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, sharded_model
 from swiftlite.train.checkpoint.optimizer_state import MOMENTS, Slot, slots_of, state_to_load
+from swiftlite.train.checkpoint.state import CheckpointState
 from swiftlite.train.optim import make_optimizer, wrap_model
 from tests.groups import SecondOfTwo, as_second_rank
 from tests.tiny import make_tiny_hf
 from tests.torchao_here import torchao as torchao
 
 Dtype = Literal["float32", "bfloat16"]
-STATE = {"mtp_num_layers": 1, "torch_dtype": "float32"}
+STATE = CheckpointState(step=0, mtp_num_layers=1, torch_dtype="float32")
 SAVED_AFTER, UPDATES = 2, 4
 
 

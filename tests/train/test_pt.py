@@ -51,7 +51,7 @@ def train(args: PtArgs, mesh) -> tuple[phases.Run, float]:
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
     before = trainer.evaluate(0)["eval_loss"]
-    phases.finish(run, phases.fit(run, trainer, state["step"], training.make_held_out(run)))
+    phases.finish(run, phases.fit(run, trainer, state.step, training.make_held_out(run)))
     return run, before
 
 

@@ -16,7 +16,7 @@ from swiftlite.bridge.carry import TRUNK_NAME
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.export.run import to_hf
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
 from swiftlite.plan.heads import LR_ON_QUANTIZED_TRUNK
 from tests.messages import naming
@@ -38,7 +38,7 @@ def make(tmp_path: Path, name: str, family: str = "qwen3", depth: int = 0, **opt
 
 def export(run: Path, mesh, **options: Any) -> Path:
     directory = run.with_name(f"{run.name}-hf")
-    to_hf(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True, **options), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True, **options), mesh)
     return directory
 
 

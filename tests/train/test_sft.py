@@ -27,7 +27,7 @@ def train(args, mesh) -> Path:
     run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
-    outcome = phases.fit(run, trainer, state["step"], training.make_held_out(run))
+    outcome = phases.fit(run, trainer, state.step, training.make_held_out(run))
     assert outcome.stopped_by == 0
     phases.report(run, outcome)
     return run.output_dir

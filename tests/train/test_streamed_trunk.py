@@ -14,7 +14,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.layers import DecoderLayers
 from swiftlite.bridge.transfer import save_hf, streamed_tensors
-from swiftlite.export.run import to_hf
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.open import build_hf_model
@@ -51,7 +51,7 @@ WAYS = {
 def export(run: Path, mesh) -> dict[str, bytes]:
     """The content of each file of the export of a run."""
     directory = run.with_name(f"{run.name}-hf")
-    to_hf(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True), mesh)
+    convert(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True), mesh)
     return content(directory)
 
 

@@ -148,7 +148,7 @@ def test_keys_are_not_told(request, monkeypatch, tmp_path, name):
 def test_a_run_of_sft_is_in_mlflow(mlflow_local, options, mesh, tmp_path):
     run = prepare(options(report_to=["mlflow"], acceptance_samples=2, acceptance_max_new_tokens=4), mesh)
     phases.restore(run)
-    phases.fit(run, training.make_trainer(run, {"step": 0}), 0, training.make_held_out(run))
+    phases.fit(run, training.make_trainer(run, phases.state_of(run)), 0, training.make_held_out(run))
     client = mlflow_local.MlflowClient()
     (found,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
     acceptance = json.loads((tmp_path / "run/acceptance.json").read_text())

@@ -8,7 +8,7 @@ number of readers nor on how far they have read ahead.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,7 +185,7 @@ class Stream(Iterator[StreamSample]):
         seed: int = 0,
         max_bad_rows: int = 0,
         system: str | None = None,
-        state: dict[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
     ):
         self._mixture = Mixture(probabilities, seed)
         self._encoder = encoder

@@ -1,7 +1,7 @@
 """Implement `--streaming`: each model replica reads some of the rows, and receives the samples that it computes."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -33,7 +33,7 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
         state: result of `state()` of a previous `StreamedSteps`, to continue after its last step.
     """
 
-    def __init__(self, batches: Batches, stream: Stream, buffer_size: int, state: dict[str, Any] | None = None):
+    def __init__(self, batches: Batches, stream: Stream, buffer_size: int, state: Mapping[str, Any] | None = None):
         state = state or {"waiting": [], "ready": []}
         self._batches = batches
         self._stream = stream

@@ -5,31 +5,27 @@ therefore always complete. No random state is stored, because data order and the
 step.
 """
 
-import json
 import os
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
-from pydantic import BaseModel, Field, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from swiftlite.base.atomic import fsync_tree, sync
 from swiftlite.base.errors import UserError, is_of_storage, reason_of
-from swiftlite.base.json_file import read_json
 from swiftlite.base.log import logger
-from swiftlite.base.lora import HeadsTuner
 from swiftlite.bridge.tensors import some
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
@@ -41,8 +37,7 @@ from swiftlite.train.checkpoint.adapter_state import with_adapters
 from swiftlite.train.checkpoint.files import SaveStrategy
 from swiftlite.train.checkpoint.metadata import check_metadata
 from swiftlite.train.checkpoint.optimizer_state import set_state, slots_of, state_to_load, state_to_save
-
-STATE_FILE = "trainer_state.json"
+from swiftlite.train.checkpoint.state import STATE_FILE, USE_ANOTHER, CheckpointState
 
 # Exceptions when a checkpoint is truncated or lacks requested tensors.
 _DAMAGES = (
@@ -55,66 +50,6 @@ _DAMAGES = (
 )
 
 _OF_TORCH_READER = "PytorchStreamReader"  # part of the message of the RuntimeError for an incomplete archive
-
-_USE_ANOTHER = "use another checkpoint; or delete this one, and --resume uses the one before it"
-
-_Count = Annotated[int, Field(ge=0)]
-
-
-_Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
-"""The three fields of a `packing.StreamSample`."""
-
-
-class _StreamState(BaseModel, strict=True):
-    """The position of --streaming in its files, from `StreamedBatches.state`."""
-
-    num_read: _Count
-    piece: _Count
-    rows_per_epoch: list[_Count]
-    num_kept: list[_Count]
-    num_bad: _Count
-    waiting: list[_Entry]
-    ready: list[list[_Entry]]
-
-
-class _LoraState(BaseModel, strict=True):
-    """The fields of a `Lora`, from `dataclasses.asdict`."""
-
-    rank: Annotated[int, Field(ge=1)]
-    alpha: Annotated[float, Field(gt=0)]
-    dropout: Annotated[float, Field(ge=0, lt=1)]
-    is_rank_stabilized: bool
-    has_magnitudes: bool = False
-    targets: list[str]
-    saved: list[str]
-    on_trunk: bool
-    heads: HeadsTuner
-
-
-class _BaseState(BaseModel, strict=True):
-    """The base model of the adapters in a checkpoint: the fields of `AdapterBase`."""
-
-    model: str
-    sha256: str
-
-
-class _DataState(BaseModel, strict=True):
-    """Digests of the data, from `phases.data_state`."""
-
-    tokenizer: str
-    rows: str
-
-
-class _State(BaseModel, strict=True):
-    """The required keys of trainer_state.json."""
-
-    step: _Count
-    mtp_num_layers: _Count
-    torch_dtype: Literal["bfloat16", "float16", "float32", "float64"]
-    data: _DataState | None = None
-    stream: _StreamState | None = None
-    lora: _LoraState | None = None
-    base: _BaseState | None = None
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -130,32 +65,6 @@ def resolve_checkpoint(path: Path) -> Path:
     raise UserError(f"{path} has no checkpoint", "use a run's output_dir or one of its checkpoint-N directories")
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of trainer_state.json: the step and the run's state.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
-    path = checkpoint / STATE_FILE
-    try:
-        content = read_json(path)
-        if not isinstance(content, dict):
-            raise UserError(f"{path} is damaged: not a JSON object", _USE_ANOTHER)
-        state = _State.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole file"
-        raise UserError(f"{path} is damaged: {where}: {first['msg']}", _USE_ANOTHER) from None
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing", _USE_ANOTHER) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}", _USE_ANOTHER) from None
-    number = checkpoint.name.removeprefix("checkpoint-")
-    if number.isdigit() and number != checkpoint.name and int(number) != state.step:
-        raise UserError(f"{path} is damaged: it has step {state.step}, its directory {number}", _USE_ANOTHER)
-    return content
-
-
 @dataclass
 class Checkpointer:
     """Writes the checkpoints of a run; its methods are collective.
@@ -165,7 +74,7 @@ class Checkpointer:
         mesh: the ranks that hold the model.
         chunks: the bare model, without wrappers, one per virtual pipeline stage.
         optimizer: the optimizer whose state is written; None writes weights only.
-        state: JSON values that are stored with the tensors.
+        state: what is stored with the tensors; `save` adds the step.
         keep: number of newest checkpoints to keep; None keeps all.
         is_async: whether a subprocess writes while training continues; the checkpoint gets its name when it is
             complete.
@@ -178,7 +87,7 @@ class Checkpointer:
     mesh: Mesh
     chunks: Sequence[MegatronModule]
     optimizer: MegatronOptimizer | None
-    state: Mapping[str, Any]
+    state: CheckpointState
     keep: int | None = None
     is_async: bool = False
     hint: str = "free disk space or repair the disk; the same command with --resume continues from the last checkpoint"
@@ -191,7 +100,7 @@ class Checkpointer:
         written.
 
         Args:
-            data_state: state of the data, which the first rank writes together with `state`.
+            data_state: fields of `CheckpointState` that describe the position in the data, on the first rank.
 
         Raises:
             UserError: the checkpoint (with `is_async`, the previous checkpoint) cannot be written; its files are
@@ -211,7 +120,7 @@ class Checkpointer:
                 async_sharded_save=self.is_async,
                 **ASYNC_WRITER,
             )
-            state = {"step": step, **self.state, **(data_state or {})}
+            state = replace(self.state, step=step, **(data_state or {}))
             if request is None:
                 self._publish(state)
             else:
@@ -287,15 +196,15 @@ class Checkpointer:
                 tensors["optimizer"] = slot_state
         return tensors
 
-    def _publish(self, state: Mapping[str, Any]) -> None:
+    def _publish(self, state: CheckpointState) -> None:
         """Add the state and the manifest to the files that all ranks have written, and rename the checkpoint."""
         written: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(written, self._strategy.written.digests)
         if dist.get_rank() == 0:
-            step = state["step"]
+            step = state.step
             temporary = self._temporary(step)
             final = self.output_dir / f"checkpoint-{step}"
-            (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
+            (temporary / STATE_FILE).write_text(state.to_json())
             write_common(temporary)
             write_manifest(temporary, dict(chain.from_iterable(rank.items() for rank in written)))
             fsync_tree(temporary)
@@ -351,7 +260,7 @@ def load_checkpoint(
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
             f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",
-            f"{_USE_ANOTHER}; the model must be the one that the run started from",
+            f"{USE_ANOTHER}; the model must be the one that the run started from",
         ) from error
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         found = chunk.load_state_dict(loaded[name], strict=False)
@@ -359,7 +268,7 @@ def load_checkpoint(
         assert not found.unexpected_keys
         assert not missing or not with_heads, missing
     if slots:
-        set_state(slots, loaded.get("optimizer", {}), read_state(checkpoint)["step"])
+        set_state(slots, loaded.get("optimizer", {}), CheckpointState.read(checkpoint).step)
 
 
 def verify_files(checkpoint: Path) -> None:
@@ -371,13 +280,13 @@ def verify_files(checkpoint: Path) -> None:
     try:
         digests = read_manifest(checkpoint)
     except (OSError, ValueError) as error:
-        raise UserError(f"{checkpoint} is damaged: {error}", _USE_ANOTHER) from None
+        raise UserError(f"{checkpoint} is damaged: {error}", USE_ANOTHER) from None
     if digests is None:
         logger.info("%s has no digests of its files; they are read unverified", checkpoint)
         return
     needed = {".metadata", "common.pt", STATE_FILE, *(path.name for path in checkpoint.glob("*.distcp"))}
     if unlisted := sorted(needed - digests.keys()):
-        raise UserError(f"{checkpoint} is damaged: {MANIFEST_FILE} lacks {', '.join(some(unlisted, 5))}", _USE_ANOTHER)
+        raise UserError(f"{checkpoint} is damaged: {MANIFEST_FILE} lacks {', '.join(some(unlisted, 5))}", USE_ANOTHER)
     mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
     changed: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(changed, changed_files(checkpoint, digests, mine))
@@ -385,7 +294,7 @@ def verify_files(checkpoint: Path) -> None:
     if names:
         raise UserError(
             f"{checkpoint} is damaged: the sha256 differs for {', '.join(some(sorted(names), 5))}",
-            _USE_ANOTHER,
+            USE_ANOTHER,
         )
 
 

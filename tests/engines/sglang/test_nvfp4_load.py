@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.export.run import quantize_model
+from swiftlite.export.run import convert
 from tests.engines.dry_loads import dry_loads
 from tests.tiny import make_tiny_hf
 
@@ -27,7 +27,7 @@ def test_modules_are_built_as_the_files_have_them(mesh, tmp_path):
     args = ExportArgs(model=str(model), quant_method="nvfp4")
     exports = {heads: tmp_path / heads for heads in ("keep", "block")}
     for heads, output_dir in exports.items():
-        quantize_model(dataclasses.replace(args, output_dir=str(output_dir), quant_heads=heads), mesh)
+        convert(dataclasses.replace(args, output_dir=str(output_dir), quant_heads=heads), mesh)
     for heads, report in dry_loads("sglang", exports, prepare=OF_A_GPU).items():
         assert report.problems == []
         quantized, _, plain = report.draft_modules.partition("plain: ")

@@ -1,0 +1,115 @@
+"""Define the part of a checkpoint that is not a tensor, which trainer_state.json contains."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic does not accept typing's before Python 3.12
+
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
+from swiftlite.base.lora import Lora
+from swiftlite.bridge.adapters.files import AdapterBase
+
+STATE_FILE = "trainer_state.json"
+VERSION = 1
+USE_ANOTHER = "use another checkpoint; or delete this one, and --resume uses the one before it"
+
+_Count = Annotated[int, Field(ge=0)]
+_Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
+"""The three fields of a `packing.StreamSample`."""
+
+
+class StreamState(TypedDict):
+    """The position of --streaming in its files, from `StreamedBatches.state`."""
+
+    num_read: _Count
+    piece: _Count
+    rows_per_epoch: list[_Count]
+    num_kept: list[_Count]
+    num_bad: _Count
+    waiting: list[_Entry]
+    ready: list[list[_Entry]]
+
+
+class DataState(TypedDict):
+    """Digests of the data, from `phases.data_state`."""
+
+    tokenizer: str
+    rows: str
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The state of a run at a checkpoint, except tensors.
+
+    Attributes:
+        step: number of completed steps.
+        images: whether the run computed the vision tower.
+        data: None in checkpoints of earlier releases.
+        stream: position of --streaming; None without it.
+        lora: adapters of the model; None without adapters.
+        base: the model that adapters belong to, or from which an export reads a frozen trunk.
+        streams_trunk: whether the checkpoint has no decoder layers (--stream_trunk), so that exports read those of
+            `base`.
+        quantized_trunk: whether exports keep the files of the quantized trunk of `base`.
+        version: version of this format.
+    """
+
+    step: _Count
+    mtp_num_layers: _Count
+    torch_dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    images: bool = False
+    data: DataState | None = None
+    stream: StreamState | None = None
+    lora: Lora | None = None
+    base: AdapterBase | None = None
+    streams_trunk: bool = False
+    quantized_trunk: bool = False
+    version: int = VERSION
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "CheckpointState":
+        """Read the state of a checkpoint.
+
+        Raises:
+            UserError: the file is missing or damaged, or a later release wrote it.
+        """
+        path = checkpoint / STATE_FILE
+        try:
+            state = _FORMAT.validate_json(json.dumps(_in_this_version(read_json(path))), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the whole file"
+            raise UserError(f"{path} is damaged: {where}: {first['msg']}", USE_ANOTHER) from None
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing", USE_ANOTHER) from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged: {error}", USE_ANOTHER) from None
+        if state.version > VERSION:
+            raise UserError(f"{path} has version {state.version}, later than {VERSION}", "update swiftlite")
+        number = checkpoint.name.removeprefix("checkpoint-")
+        if number.isdigit() and number != checkpoint.name and int(number) != state.step:
+            raise UserError(f"{path} is damaged: it has step {state.step}, its directory {number}", USE_ANOTHER)
+        return state
+
+    def to_json(self) -> str:
+        """Return the content of trainer_state.json."""
+        return json.dumps(asdict(self), indent=2)
+
+
+_FORMAT = TypeAdapter(CheckpointState)
+
+
+def _in_this_version(content: Any) -> Any:
+    """Return the content of a file in the format of this release.
+
+    The first releases wrote no version. In their files, a base without adapters is that of a streamed trunk if nothing
+    else is stated.
+    """
+    if not isinstance(content, dict) or "version" in content:
+        return content
+    has_frozen_trunk = content.get("base") is not None and content.get("lora") is None
+    return {"streams_trunk": has_frozen_trunk} | content | {"version": VERSION}
