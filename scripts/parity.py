@@ -9,7 +9,7 @@ For each cell of the table, the same tiny model is trained for 5 steps on the sa
 the losses of trunk and MTP at each step, the gradient norms of the first and the last step, each gradient of the first
 step, and each weight after the last step. The cell shows the largest relative difference, divided by the difference
 that float32 rounding can cause (`bounds_of` in tests/parallel/parity.py). A value below 1 is thus explained by
-rounding. parity.json has all numbers, parity.md the table.
+rounding. In the directory out/parity, or --output_dir, parity.json has all numbers and parity.md the table.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--packed", action="store_true", help="pack several sequences in a row")
     parser.add_argument("--transformer_impl", choices=["local", "transformer_engine"], default="local")
     parser.add_argument("--tied", action="store_true", help="tie the output layer to the embedding")
-    parser.add_argument("--output_dir", type=Path, default=Path())
+    parser.add_argument("--output_dir", type=Path, default=Path("out/parity"), help="[out/parity]")
     return parser.parse_args()
 
 
@@ -46,11 +46,12 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
     from swiftlite.plan.kernels import Kernels
     from tests import te_stand_ins
+    from tests.kinds import ONE_PROCESS
     from tests.parallel import parity
     from tests.parallel.launch import launch
 
     kernels, launcher = Kernels(), launch
-    names = args.cases or [name for name in parity.CASES if name != parity.ONE_PROCESS]
+    names = args.cases or [name for name in parity.CASES if name != ONE_PROCESS]
     if args.transformer_impl == "transformer_engine":
         kernels = Kernels("transformer_engine", is_fused=True, has_grouped_experts=True)
         names = args.cases or list(parity.CASES)

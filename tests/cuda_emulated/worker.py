@@ -53,15 +53,15 @@ def main(device: str, directory: Path, names: list[str]) -> None:
 def run(kind: Any, directory: Path, name: str, is_device: bool) -> dict[str, Any]:
     """Run one kind, and return its output, metrics and events."""
     from swiftlite.cli.main import main as swiftlite
-    from tests.cuda_emulated.kinds import STEPS
+    from tests.cuda_emulated.kinds import STEPS, words_of
     from tests.cuda_emulated.record import RECORDER
 
     RECORDER.clear()
-    words = [word.replace("{directory}", str(directory)) for word in kind.words(directory, directory / "runs" / name)]
+    words = words_of(kind, directory, directory / "runs" / name)
     if is_device:
-        words += kind.on_device.split()
+        words += kind.device_options.split()
     commands = [words]
-    if kind.goes_on:
+    if kind.resumed:
         commands.append([*words, "--resume", "--train_iters", str(2 * STEPS)])
     said, codes = io.StringIO(), []
     start = time.perf_counter()

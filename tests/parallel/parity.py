@@ -43,6 +43,7 @@ from swiftlite.train.hidden_state_cache import HiddenStateCache
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
+from tests.kinds import LAYOUTS, Layout
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import HYBRID, make_tiny_hf
 from tests.untimed import untimed
@@ -74,75 +75,6 @@ HYBRID_OPTIONS: dict[str, Any] = {"lr": 1e-4, "adam_eps": 1e-4}
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row of the table: a layout and its number of processes."""
-
-    num_processes: int
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-ONE_PROCESS = "one process"
-"""Name of cases that run on one process, but with other kernels than the process with which all cases are compared."""
-CASES: dict[str, Case] = {
-    ONE_PROCESS: Case(1),
-    "TP2": Case(2, {"tensor_model_parallel_size": 2}),
-    "TP2+SP": Case(2, TP2_SP),
-    "PP2": Case(2, {"pipeline_model_parallel_size": 2}),
-    "PP4": Case(4, {"pipeline_model_parallel_size": 4}),
-    "PP2xVPP2": Case(2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
-    "CP2": Case(2, {"context_parallel_size": 2}),
-    "CP2xTP2": Case(4, TP2_SP | {"context_parallel_size": 2}),
-    "DP2": Case(2),
-    "DP2+distopt": Case(2, {"use_distributed_optimizer": True}),
-    "DP2+overlap": Case(
-        2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    ),
-    "DP2+buckets": Case(
-        2,
-        {
-            "use_distributed_optimizer": True,
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "ddp_bucket_size": 2000,
-            "ddp_pad_buckets_for_high_nccl_busbw": True,
-        },
-    ),
-    "DP4+instances": Case(4, {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}),
-    "DP2+instances+overlap": Case(
-        2,
-        {
-            "use_distributed_optimizer": True,
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "num_distributed_optimizer_instances": 2,
-        },
-    ),
-    "EP2": Case(2, {"expert_model_parallel_size": 2}),
-    "EP2xTP2": Case(2, TP2_SP | {"expert_model_parallel_size": 2}),
-    "EP2+shared overlap": Case(2, {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}),
-    "EP2xTP2+shared overlap": Case(2, TP2_SP | {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}),
-    "EP2xTP2+allgather": Case(2, TP2_SP | {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}),
-    "EP2+instances": Case(
-        4,
-        {
-            "expert_model_parallel_size": 2,
-            "use_distributed_optimizer": True,
-            "num_distributed_optimizer_instances": 2,
-        },
-    ),
-    "ETP2xTP2": Case(2, TP2_SP | {"expert_tensor_parallel_size": 2}),
-    "PP2xTP2": Case(4, TP2_SP | {"pipeline_model_parallel_size": 2}),
-    "PP2 MTP apart": Case(2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E t*4, | MTP L"}),
-    "PP3 MTP middle": Case(3, {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*4|MTP|L"}),
-    "full uniform 1": Case(1, {"recompute_granularity": "full", "recompute_num_layers": 1}),
-    "full uniform 2": Case(1, {"recompute_granularity": "full", "recompute_num_layers": 2}),
-    "full block 1": Case(1, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
-    "selective": Case(1, {"recompute_granularity": "selective"}),
-}
-
-
 # Recomputation of whole layers, by method and number.
 FULL = {
     f"{method} {number}": {
@@ -153,6 +85,10 @@ FULL = {
     for method in ("uniform", "block")
     for number in (1, 2, 4)
 }
+RECOMPUTED = {f"full {name}": Layout(1, FULL[name]) for name in ("uniform 1", "uniform 2", "block 1")}
+CASES = LAYOUTS | RECOMPUTED | {"selective": Layout(1, {"recompute_granularity": "selective"})}
+"""The rows of the table. ONE_PROCESS is the case with other kernels than the process with which all are compared."""
+TP2_SP = LAYOUTS["TP2+SP"].options
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from swiftlite.plan.heads import lora_of
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.trainer import seed_of_step
+from tests.kinds import Layout
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, FULL, Case, Job, compare, make_model, run
+from tests.parallel.parity import BOUNDS, CASES, FULL, Job, compare, make_model, run
 from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
@@ -50,8 +51,8 @@ CHOSEN = {
     ("phi3", "lora"): LAYOUTS["phi3", "lora"],
 }
 PLACES = CASES | {
-    "PP2 recomputed": Case(2, CASES["PP2"].options | FULL["uniform 2"]),
-    "CP2+distopt": Case(2, CASES["CP2"].options | {"use_distributed_optimizer": True}),
+    "PP2 recomputed": Layout(2, CASES["PP2"].options | FULL["uniform 2"]),
+    "CP2+distopt": Layout(2, CASES["CP2"].options | {"use_distributed_optimizer": True}),
 }
 
 

@@ -21,23 +21,24 @@ from swiftlite.plan.layout import length_multiple
 from swiftlite.runtime.distributed import session
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
+from tests.kinds import Layout
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.packing import ROWS, forward_backward, make_rows, pack
-from tests.parallel.parity import CASES, Case, make_model
+from tests.parallel.parity import CASES, make_model
 from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
 
 DRAFTS = 2
 # By name: the layout, and between how many pairs of ranks tensors cross.
-LAYOUTS: dict[str, tuple[Case, int]] = {
+LAYOUTS: dict[str, tuple[Layout, int]] = {
     "PP2": (CASES["PP2"], 1),
     "PP2xVPP2": (CASES["PP2xVPP2"], 3),
     "PP4": (CASES["PP4"], 3),
     "PP3 MTP middle": (CASES["PP3 MTP middle"], 2),
     "PP2 MTP apart": (CASES["PP2 MTP apart"], 1),
     "PP2xTP2": (CASES["PP2xTP2"], 2),
-    "PP2xCP2": (Case(4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}), 2),
+    "PP2xCP2": (Layout(4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}), 2),
 }
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from result import Results, Settings
 
-from tests.cuda_emulated.kinds import KINDS, Kind, bound_of, loss_pairs, write_inputs
+from tests.cuda_emulated.kinds import KINDS, bound_of, loss_pairs, write_inputs
+from tests.kinds import Kind
 
 ROOT = Path(__file__).resolve().parents[3]
 PROCESSES = {"cuda": 10, "cpu": 4}
