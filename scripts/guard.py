@@ -1,40 +1,58 @@
-"""Compare real training runs bit by bit before and after a refactoring.
+"""Compare training runs and their results bit by bit before and after a refactoring.
 
     python scripts/guard.py record before.json                   # in a checkout before the change
     python scripts/guard.py record after.json                    # in a checkout after it
     python scripts/guard.py compare before.json after.json
-    python scripts/guard.py check before.json --only 'TP2*'      # record and compare, selected cases only
+    python scripts/guard.py check before.json --only 'TP2*'      # record and compare, selected kinds only
+    python scripts/guard.py check before.json --parts texts      # record and compare, in a minute
 
-A case trains a tiny model for a few steps with the code of this file's checkout, and exports the model. A recording
-contains the lines of metrics.jsonl without timings, acceptance.json, and the export: a hash of each tensor, config.json
-line by line, and hashes of the other files. Two recordings of the same code on the same machine are equal. Results also
-depend on the processor model and on the versions of torch and other packages; `compare` reports it if these differ.
+The kinds of runs are those of tests/kinds.py. A recording has four parts:
 
-The script uses only the command line, scripts/make_tiny_model.py and the files that runs write. Importing torch and
-megatron-core takes longer than the training. Commands therefore run in processes that are forked from a process which
-has imported them, as in tests (tests/forked.py). Cases with `is_launched` start new processes.
+runs    For each exported kind, a tiny model is trained for a few steps and exported: the lines of metrics.jsonl without
+        timings, acceptance.json, and the export, as a hash of each tensor, the lines of config.json, and hashes of the
+        other files.
+texts   For every kind, the output of --dry_run, and of `doctor --plan` for a larger model of the same family.
+gguf    For some runs, the GGUF file: a hash of each tensor, and the metadata.
+drafts  For some runs, answers and draft counts of the transformers engine.
+
+Two recordings of the same code on the same machine are equal. Results also depend on the processor model and on the
+versions of torch and other packages; `compare` reports it if these differ. To record a commit without this script, copy
+scripts/guard.py and tests/kinds.py into a checkout of it.
+
+The script uses only the command line, scripts/make_tiny_model.py, scripts/make_tiny_vision_model.py, and the files that
+runs write. Importing torch and megatron-core takes longer than the
+training. Commands therefore run in processes that are forked from a process which has imported them, as in tests
+(tests/forked.py). Kinds with `is_launched` start new processes.
 """
 
 import argparse
+import base64
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
 import random
+import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.kinds import KINDS, LAYOUTS, NEW_HEAD, ONE_PROCESS, Kind, Layout  # noqa: E402  # of this checkout
+
 PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy")
 VARIABLES = {
     "PYTHONPATH": str(ROOT),
@@ -48,18 +66,33 @@ CLEARED = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
 TIMEOUT = 900  # seconds for one command; a few are usual
 CLOCK = ("_per_second", "seconds", "mfu", "_gb")  # suffixes of metrics that differ between equal runs
 
-# Options of make_tiny_model.py by name. Checkpoints have heads if published models of the family have them.
+
+# Options of the script that makes a model of tests/kinds.py.
 SIZES = "--hidden_size 256 --num_layers 4 --vocab_size 512"
 MODELS = {
+    "dense": "--family mimo",
+    "deeper": "--family mimo --num_layers 6 --seed 44",
+    "two_heads": "--family mimo --mtp_num_layers 2 --seed 43",
+    "experts": "--family glm4_moe",
+    "deeper_experts": "--family glm4_moe --num_layers 6",
+    "latent": "--family deepseek_v3",
+    "lite": "--family glm4_moe_lite",
+    "hybrid": "--family qwen3_next",
+    "deepstack": "--family qwen3_vl",
+    "windows": "--family qwen2_5_vl",
     "llama": "--family llama",
     "qwen2": "--family qwen2 --tie_word_embeddings",
     "qwen3": "--family qwen3",
-    "mimo": "--family mimo",
-    "mimo_2_heads": "--family mimo --mtp_num_layers 2 --seed 43",
     "qwen3_moe": "--family qwen3_moe",
-    "glm4_moe": "--family glm4_moe",
-    "deepseek_v3": "--family deepseek_v3",
 }
+WITHOUT_HEAD = ("hybrid", "deepstack", "windows")
+"""Models for which the scripts make no head, although the kinds of runs expect one. Runs add it."""
+LARGER = {"vocab_size": 256} | dict.fromkeys(
+    ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "out_hidden_size")
+    + ("num_attention_heads", "num_key_value_heads", "num_heads"),
+    16,
+)
+"""Factors of sizes in config.json for `doctor --plan`, which rounds to 10 MB."""
 # 20 rows, 3 steps of 8: the last step is in the second epoch.
 NUM_ROWS, NUM_HELD_OUT_ROWS = 20, 8
 TRAINING = (
@@ -67,148 +100,41 @@ TRAINING = (
     "--micro_batch_size 2 --global_batch_size 8 --train_iters 3 --save_steps 100 --eval_steps 100 "
     "--mtp_loss_scaling_factor 0.3 --acceptance_samples 2 --acceptance_max_new_tokens 6 --report_to none"
 )
-NEW_HEAD = "--mtp_num_layers 1 --mtp_init copy_last_layer"
-PACKED = "--packing true --packing_length 192 --micro_batch_size 1 --global_batch_size 4"
-DP_BALANCED = "--packing true --packing_length 192 --micro_batch_size 1 --sequence_packing_scheduler dp_balanced"
-PAIRS_PACKED = "--packing true --packing_length 320 --micro_batch_size 1 --global_batch_size 4"
-STREAMED = f"{PACKED} --streaming true --streaming_buffer_size 12"
-
-
-@dataclass(frozen=True)
-class Layout:
-    num_processes: int
-    options: str
-
-
-ALONE = Layout(1, "")
-TP2_SP = Layout(2, "--tensor_model_parallel_size 2 --sequence_parallel true")
-TP2_SP_EP2 = Layout(2, f"{TP2_SP.options} --expert_model_parallel_size 2")
-TP2_SP_PP2 = Layout(4, f"{TP2_SP.options} --pipeline_model_parallel_size 2")
-PP2_VPP2 = Layout(2, "--pipeline_model_parallel_size 2 --num_virtual_stages_per_pipeline_rank 2")
-PP2_HEAD_APART = Layout(2, "--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout 'Et*4|mL'")
-CP2 = Layout(2, "--context_parallel_size 2")
-EP2 = Layout(2, "--expert_model_parallel_size 2")
-DP2 = Layout(2, "")
-DP2_SHARED = Layout(2, "--use_distributed_optimizer true")
-DP2_OVERLAP = Layout(2, f"{DP2_SHARED.options} --overlap_grad_reduce true --overlap_param_gather true")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training run and its export.
-
-    Attributes:
-        model: a key of MODELS.
-        options: options of the command, in addition to TRAINING.
-        command: subcommand of `megatron`.
-        rows: prefix of the files data/ROWS_train.jsonl and data/ROWS_val.jsonl.
-        resumed_at: layout in which training resumes after two steps, for another two steps.
-        is_launched: whether commands start new processes instead of forks; with several ranks, NPROC_PER_NODE is set.
-        grafted_from: a key of MODELS: the model whose heads are copied.
-    """
-
-    model: str
-    options: str = ""
-    layout: Layout = ALONE
-    resumed_at: Layout | None = None
-    exported_at: Layout = ALONE
-    is_launched: bool = False
-    grafted_from: str | None = None
-    command: str = "sft"
-    rows: str = "turns"
-
-
-CASES: dict[str, Case] = {
-    "llama": Case("llama", "--mtp_num_layers 1 --mtp_init random"),
-    "qwen2 tied": Case("qwen2", NEW_HEAD),
-    "qwen3": Case("qwen3", NEW_HEAD),
-    "mimo": Case("mimo"),
-    "qwen3_moe aux loss": Case("qwen3_moe", f"{NEW_HEAD} --moe_aux_loss_coeff 0.01"),
-    "glm4_moe bias update": Case("glm4_moe", "--moe_router_bias_update_rate 0.001"),
-    "deepseek_v3": Case("deepseek_v3"),
-    "llama no head": Case("llama", "--mtp_num_layers 0 --clip_grad 0"),
-    # layouts
-    "TP2+SP qwen3": Case("qwen3", NEW_HEAD, TP2_SP, exported_at=TP2_SP),
-    "TP2+SP deepseek_v3": Case("deepseek_v3", "", TP2_SP),
-    "TP2+SP+EP2 glm4_moe": Case("glm4_moe", "", TP2_SP_EP2, exported_at=EP2),
-    "TP2+SP+PP2 llama": Case("llama", NEW_HEAD, TP2_SP_PP2),
-    "PP2xVPP2 qwen3 depth 2": Case("qwen3", "--mtp_num_layers 2 --mtp_init copy_last_layer", PP2_VPP2),
-    "PP2xVPP2 qwen3_moe": Case("qwen3_moe", NEW_HEAD, PP2_VPP2, exported_at=PP2_VPP2),
-    "PP2 head apart qwen2 tied": Case("qwen2", NEW_HEAD, PP2_HEAD_APART),
-    "CP2 llama": Case("llama", NEW_HEAD, CP2),
-    "CP2 deepseek_v3": Case("deepseek_v3", "", CP2),
-    "EP2 qwen3_moe": Case("qwen3_moe", NEW_HEAD, EP2),
-    "DP2 shared optimizer qwen3": Case("qwen3", NEW_HEAD, DP2_SHARED, is_launched=True),
-    "DP2 overlap glm4_moe": Case("glm4_moe", "", DP2_OVERLAP),
-    # data
-    "padding_free heads_only kl llama": Case(
-        "llama", f"{NEW_HEAD} --padding_free true --mtp_mode heads_only --mtp_loss kl"
-    ),
-    "padding_free TP2+SP qwen3_moe": Case("qwen3_moe", f"{NEW_HEAD} --padding_free true", TP2_SP),
-    "packing deepseek_v3": Case("deepseek_v3", PACKED),
-    "packing CP2 qwen3": Case("qwen3", f"{NEW_HEAD} {PACKED}", CP2),
-    "packing PP2xVPP2 mimo": Case("mimo", PACKED, PP2_VPP2),
-    "dp_balanced DP2 mimo": Case("mimo", DP_BALANCED, DP2),
-    "dp_balanced EP2 glm4_moe": Case("glm4_moe", DP_BALANCED, EP2),
-    "streaming qwen2": Case("qwen2", f"{NEW_HEAD} {STREAMED}"),
-    "streaming PP2xVPP2 llama": Case("llama", f"{NEW_HEAD} {STREAMED}", PP2_VPP2),
-    # what heads learn
-    "heads_only glm4_moe": Case("glm4_moe", "--mtp_mode heads_only"),
-    "tv deepseek_v3": Case("deepseek_v3", "--mtp_loss tv"),
-    "heads_only kl TP2+SP mimo": Case("mimo", "--mtp_mode heads_only --mtp_loss kl", TP2_SP),
-    "unroll 3 qwen3": Case("qwen3", f"{NEW_HEAD} --mtp_unroll 3"),
-    "unroll 3 packing heads_only tv mimo": Case("mimo", f"--mtp_unroll 3 --mtp_mode heads_only --mtp_loss tv {PACKED}"),
-    "unroll 3 PP2 kl deepseek_v3": Case("deepseek_v3", "--mtp_unroll 3 --mtp_loss kl", PP2_HEAD_APART),
-    "graft depth 2 mimo": Case("mimo", "--mtp_num_layers 2", grafted_from="mimo_2_heads"),
-    # recomputation, precision
-    "full recompute mimo depth 2": Case(
-        "mimo_2_heads", "--recompute_granularity full --recompute_method block --recompute_num_layers 2"
-    ),
-    "full recompute TP2+SP glm4_moe": Case("glm4_moe", "--recompute_granularity full", TP2_SP),
-    "selective recompute deepseek_v3": Case(
-        "deepseek_v3", "--recompute_granularity selective --recompute_modules core_attn mlp moe mla_up_proj"
-    ),
-    "bfloat16 qwen3": Case("qwen3", f"{NEW_HEAD} --torch_dtype bfloat16"),
-    "bfloat16 DP2 shared optimizer deepseek_v3": Case("deepseek_v3", "--torch_dtype bfloat16", DP2_SHARED),
-    # other methods
-    "pt packed mimo": Case("mimo", "--packing_length 192 --global_batch_size 4", command="pt", rows="texts"),
-    "dpo mimo": Case("mimo", command="dpo", rows="pairs"),
-    "dpo packed TP2+SP llama": Case("llama", f"{NEW_HEAD} {PAIRS_PACKED}", TP2_SP, command="dpo", rows="pairs"),
-    "orpo CP2 qwen3": Case("qwen3", f"{NEW_HEAD} --loss_type orpo", CP2, command="dpo", rows="pairs"),
-    "kto DP2 mimo": Case("mimo", "--loss_type kto", DP2, command="dpo", rows="rated"),
-    "kto packed qwen3_moe": Case(
-        "qwen3_moe", f"{NEW_HEAD} --loss_type kto {PACKED}", exported_at=EP2, command="dpo", rows="rated"
-    ),
-    # checkpoints
-    "resume mimo": Case("mimo", "--async_save true", resumed_at=ALONE),
-    "resume bfloat16 streaming DP2 qwen3_moe": Case(
-        "qwen3_moe", f"{NEW_HEAD} {STREAMED} --torch_dtype bfloat16", DP2_SHARED, resumed_at=DP2_SHARED
-    ),
-    "resume PP2 as TP2+SP+EP2 glm4_moe": Case("glm4_moe", "", PP2_HEAD_APART, resumed_at=TP2_SP_EP2, exported_at=EP2),
+PACKED = "--packing true --micro_batch_size 1 --global_batch_size 4 --packing_length"
+OPTIONS = {"packed": f"{PACKED} 192", "packed_pairs": f"{PACKED} 320", "rollouts": "--reward_funcs length"}
+ANSWERING = "--speculative mtp --temperature 0 --max_new_tokens 12 --torch_dtype float32"
+SERVED = {
+    "gguf": ("experts bias update", "latent", "gated delta"),
+    "drafts": ("dense", "experts bias update", "latent"),
 }
+"""Kinds whose results have these parts."""
 
 
 class CommandFailed(Exception):
-    """A command of a case failed; the message contains the last lines of its log."""
+    """A command of a kind failed; the message contains the last lines of its log."""
 
 
-def run_swiftlite(command: str, num_processes: int, is_launched: bool, log: Path) -> None:
-    """Run `swiftlite COMMAND` in this directory.
+def run_swiftlite(command: str, layout: Layout, log: Path, is_launched: bool = False) -> None:
+    """Run `swiftlite COMMAND` in this directory, with the processes and options of a layout.
 
     Raises:
         CommandFailed: the exit code is not 0.
     """
-    words = shlex.split(command)
+    from tests.parallel.launch import open_store, rank_environments
+
+    words = [*shlex.split(command), *layout.words()]
     if is_launched:
-        launch: dict[str, str] = {}
-        if num_processes > 1:
-            launch["NPROC_PER_NODE"] = str(num_processes)
-        run_python(["-m", "swiftlite", *words], log, launch)
-    else:
-        run_forked(words, num_processes, log)
+        run_python(["-m", "swiftlite", *words], log, {"NPROC_PER_NODE": str(layout.num_processes)})
+        return
+    store = open_store()  # held while the processes run
+    ranks: list[dict[str, str]] = [{}]
+    if layout.num_processes > 1:
+        ranks = rank_environments(layout.num_processes, store.port)
+    if run_forked(words, ranks, log):
+        raise CommandFailed(tail(log))
 
 
-def run_python(words: Sequence[str], log: Path, variables: dict[str, str] | None = None) -> None:
+def run_python(words: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> None:
     with log.open("ab") as output:
         done = subprocess.run(
             [sys.executable, *words], env=os.environ | (variables or {}), stdout=output, stderr=subprocess.STDOUT
@@ -217,22 +143,23 @@ def run_python(words: Sequence[str], log: Path, variables: dict[str, str] | None
         raise CommandFailed(tail(log))
 
 
-def run_forked(words: Sequence[str], num_processes: int, log: Path) -> None:
-    """Run `swiftlite WORDS` in forked processes, with the environment variables that torchrun would set."""
+def run_forked(words: Sequence[str], environments: Sequence[Mapping[str, str]], log: Path) -> int | None:
+    """Run `swiftlite WORDS` in forked processes, one for each set of environment variables; return the exit code."""
     from tests.forked import start_swiftlite
-    from tests.parallel.launch import open_store, rank_environments
 
-    store = open_store()  # held while the processes run
-    ranks: list[dict[str, str]] = [{}]
-    if num_processes > 1:
-        ranks = rank_environments(num_processes, store.port)
-    running = start_swiftlite(words, Path.cwd(), [os.environ | rank for rank in ranks], log.absolute(), log.absolute())
+    environments = [os.environ | variables for variables in environments]
+    running = start_swiftlite(words, Path.cwd(), environments, log.absolute(), log.absolute())
     try:
-        code = running.wait(TIMEOUT)
+        return running.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
-        code = running.kill()
-    if code:
-        raise CommandFailed(tail(log))
+        return running.kill()
+
+
+def text_of(words: Sequence[str], log: Path, num_processes: int = 1) -> list[str]:
+    """Return the output of `swiftlite WORDS`, which starts no other process, and its exit code."""
+    code = run_forked(words, [{"NPROC_PER_NODE": str(num_processes)}], log)
+    text = log.read_text().replace(str(Path.cwd()), "DIRECTORY").replace(str(ROOT), "CHECKOUT")
+    return [*text.splitlines(), f"exit code {code}"]
 
 
 def tail(log: Path) -> str:
@@ -240,7 +167,7 @@ def tail(log: Path) -> str:
 
 
 def make_data(directory: Path) -> None:
-    """Write random conversations of one or two rounds. Also write them as pairs, as rated answers, and as text."""
+    """Write random conversations of one or two rounds, and the rows of the other kinds, which are made of them."""
     generator = random.Random(0)
     words = "sum list of the a value returns key text when set file first last is and in to no each".split()
 
@@ -259,26 +186,86 @@ def make_data(directory: Path) -> None:
 
     directory.mkdir()
     for name, count in (("train", NUM_ROWS), ("val", NUM_HELD_OUT_ROWS)):
-        turns = [make_row() for _ in range(count)]
-        rows = {"turns": turns, "pairs": [], "rated": [], "texts": []}
-        for number, row in enumerate(turns):
-            answer = row["messages"][-1]["content"]
-            rows["pairs"].append(row | {"rejected_response": answer[: len(answer) // 2] + " maybe"})
-            rows["rated"].append(row | {"label": number % 3 > 0})
-            rows["texts"].append({"text": " ".join(message["content"] for message in row["messages"])})
-        for kind, of_kind in rows.items():
-            (directory / f"{kind}_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_kind))
+        made = [rows_of(number, make_row()) for number in range(count)]
+        for kind in made[0]:
+            lines = [json.dumps(rows[kind]) + "\n" for rows in made]
+            (directory / f"{kind}_{name}.jsonl").write_text("".join(lines))
+
+
+def rows_of(number: int, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a conversation as a row of each kind of tests/kinds.py."""
+    *before, last = row["messages"]
+    question, answer = before[-1]["content"], last["content"]
+    return {
+        "rows": row,
+        "pairs": row | {"rejected_response": answer[: len(answer) // 2] + " maybe"},
+        "rated": row | {"label": number % 3 > 0},
+        "texts": {"text": " ".join(message["content"] for message in row["messages"])},
+        "prompts": {"messages": before},
+        "images": {"query": f"<image>{question}", "response": answer, "images": [random_image(number)]},
+    }
+
+
+def random_image(seed: int) -> str:
+    from PIL import Image
+
+    width, height, file = 32 + 16 * (seed % 3), 32, io.BytesIO()
+    pixels = random.Random(seed).randbytes(3 * width * height)
+    Image.frombytes("RGB", (width, height), pixels).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def make_model(name: str) -> Path:
     """Create models/NAME if it does not exist."""
+    from tests.forked import forkserver
+
     directory = Path("models") / name
     if not directory.exists():
-        Path("models").mkdir(exist_ok=True)
-        command = f"{ROOT / 'scripts' / 'make_tiny_model.py'} --output_dir {directory} {SIZES} {MODELS[name]}"
-        run_python(shlex.split(command), Path("models") / f"{name}.log")
+        script = ROOT / "scripts" / "make_tiny_model.py"
+        if "_vl" in MODELS[name]:
+            script = script.with_name("make_tiny_vision_model.py")
+        words = shlex.split(f"{script} --output_dir {directory} {SIZES} {MODELS[name]}")
+        making = forkserver().Process(target=become_script, args=(words,))
+        making.start()
+        making.join()
         roughen(directory / "model.safetensors")
     return directory
+
+
+def become_script(words: list[str]) -> None:
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))  # as `python SCRIPT` does
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def make_larger(name: str) -> Path:
+    """Create larger/NAME with config.json only, which is enough for `doctor --plan`."""
+    directory = Path("larger") / name
+    directory.mkdir(parents=True, exist_ok=True)
+    config = json.loads((make_model(name) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(enlarged(config)))
+    return directory
+
+
+def enlarged(config: dict[str, Any]) -> dict[str, Any]:
+    values = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            value = enlarged(value)
+        elif key in LARGER:
+            value *= LARGER[key]
+        values[key] = value
+    return values
+
+
+def options_of(kind: Kind, directory: Path, make: Callable[[str], Path]) -> str:
+    """Return the options of a kind; directories of models that they name are created by `make`."""
+    values = OPTIONS | {"directory": directory} | {name: make(name) for name in kind.names_in_options & MODELS.keys()}
+    options = kind.filled(values)
+    if kind.model in WITHOUT_HEAD:
+        options = f"{NEW_HEAD} {options}"
+    return options
 
 
 def roughen(file: Path) -> None:
@@ -301,29 +288,113 @@ def roughen(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """Train and export in `directory`; return the values to compare."""
-    run, exported, log = directory / "run", directory / "exported", directory / "log.txt"
-    files = f"--dataset data/{case.rows}_train.jsonl --val_dataset data/{case.rows}_val.jsonl"
-    model = make_model(case.model)
-    training = f"megatron {case.command} --model {model} --output_dir {run} {files} {TRAINING} {case.options}"
-    if case.grafted_from:
-        training += f" --mtp_init graft --mtp_graft_from {make_model(case.grafted_from)}"
-    if case.resumed_at is None:
-        run_swiftlite(f"{training} {case.layout.options}", case.layout.num_processes, case.is_launched, log)
-    else:
+def training_of(kind: Kind, directory: Path) -> str:
+    """Return the training command without the options of a layout."""
+    files = f"--dataset data/{kind.rows}_train.jsonl --val_dataset data/{kind.rows}_val.jsonl"
+    options = f"{TRAINING} {options_of(kind, directory, make_model)}"
+    model = make_model(kind.model)
+    return f"megatron {kind.command} --model {model} --output_dir {directory / 'run'} {files} {options}"
+
+
+def train(kind: Kind, directory: Path) -> None:
+    """Train, for two times two steps if the run is resumed, and export."""
+    log = directory / "log.txt"
+    training, layout = training_of(kind, directory), LAYOUTS[kind.layout]
+    if kind.resumed:
         training += " --lr_decay_style constant --lr_warmup_fraction 0"  # independent of the number of steps
-        first, second = case.layout, case.resumed_at
-        run_swiftlite(f"{training} --train_iters 2 {first.options}", first.num_processes, case.is_launched, log)
-        again = f"{training} --train_iters 4 --resume true {second.options}"
-        run_swiftlite(again, second.num_processes, case.is_launched, log)
-    export = f"export --to_hf --model {run} --output_dir {exported} {case.exported_at.options}"
-    run_swiftlite(export, case.exported_at.num_processes, case.is_launched, log)
+        run_swiftlite(f"{training} --train_iters 2", layout, log, kind.is_launched)
+        training += " --train_iters 4 --resume true"
+        layout = LAYOUTS[kind.resumed]
+    run_swiftlite(training, layout, log, kind.is_launched)
+    export = f"export --to_hf --model {directory / 'run'} --output_dir {directory / 'exported'}"
+    run_swiftlite(export, LAYOUTS[kind.exported], log, kind.is_launched)
+
+
+def record_run(kind: Kind, directory: Path) -> dict[str, Any]:
     return {
-        "metrics": read_metrics(run / "metrics.jsonl"),
-        "acceptance": read_json(run / "acceptance.json"),
-        "export": read_export(exported),
+        "metrics": read_metrics(directory / "run" / "metrics.jsonl"),
+        "acceptance": read_json(directory / "run" / "acceptance.json"),
+        "export": read_export(directory / "exported"),
     }
+
+
+def record_texts(kind: Kind, directory: Path) -> dict[str, list[str]]:
+    layout = LAYOUTS[kind.layout]
+    training = [*shlex.split(training_of(kind, directory)), *layout.words()]
+    plan = planning_of(kind, directory)
+    texts = {
+        "dry_run": text_of([*training, "--dry_run"], directory / "dry_run.txt", layout.num_processes),
+        "plan": text_of(plan, directory / "plan.txt"),
+    }
+    if kind == Kind(kind.model, rows=kind.rows, exported=kind.exported, on_device=kind.on_device):
+        search = [*plan, "--gpu_type", "H100", "--num_gpus", "16"]
+        texts["search"] = text_of(search, directory / "search.txt")
+    return texts
+
+
+def planning_of(kind: Kind, directory: Path) -> list[str]:
+    """Return the command that plans the memory of a run of a larger model, with the options that `doctor` has."""
+    known = {*re.findall(r"^  --(\w+)", Path("doctor.txt").read_text(), re.MULTILINE)} - {"global_batch_size"}
+    if kind.command != "grpo":
+        known -= {"max_completion_length"}  # which means grpo
+    command = ["doctor", "--plan", "true", "--model", str(make_larger(kind.model))]
+    if kind.command == "dpo":
+        command += ["--loss_type", "sigmoid"]  # which means dpo, and can be another one below
+    options = shlex.split(options_of(kind, directory, make_larger))
+    is_known = False
+    for word in [*options, *LAYOUTS[kind.layout].words()]:
+        if word.startswith("--"):
+            is_known = word[2:] in known
+        if is_known:
+            command.append(word)
+    return command
+
+
+def record_gguf(kind: Kind, directory: Path) -> dict[str, Any]:
+    """Convert the run; return a hash of each tensor of the GGUF file, and the metadata, long ones as hashes."""
+    from gguf import GGUFReader
+
+    export = f"export --to_gguf --model {directory / 'run'} --output_dir {directory / 'gguf'}"
+    run_swiftlite(export, LAYOUTS[ONE_PROCESS], directory / "log.txt")
+    (file,) = (directory / "gguf").glob("*.gguf")
+    reader = GGUFReader(file)
+    metadata = {}
+    for name, field in reader.fields.items():
+        text = json.dumps(field.contents(), default=str)
+        if len(text) > 100:
+            text = hashlib.sha256(text.encode()).hexdigest()
+        metadata[name] = text
+    tensors = {}
+    for tensor in reader.tensors:
+        digest = hashlib.sha256(f"{tensor.tensor_type.name} {tensor.shape.tolist()} ".encode())
+        digest.update(tensor.data.tobytes())
+        tensors[tensor.name] = digest.hexdigest()
+    return {"file": file.name, "metadata": metadata, "tensors": tensors}
+
+
+def record_drafts(kind: Kind, directory: Path) -> dict[str, Any]:
+    """Answer the held-out rows with the export's heads; return the answers and the acceptance in acceptance.json."""
+    acceptance, answers = directory / "acceptance.json", directory / "answers.jsonl"
+    shutil.copyfile(directory / "run" / "acceptance.json", acceptance)
+    files = f"--val_dataset data/rows_val.jsonl --result_path {answers} --acceptance_json {acceptance}"
+    infer = f"infer --infer_backend transformers --model {directory / 'exported'} {files} {ANSWERING}"
+    run_swiftlite(infer, LAYOUTS[ONE_PROCESS], directory / "log.txt")
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    return {"acceptance": read_json(acceptance), "answers": lines}
+
+
+PARTS: dict[str, Callable[[Kind, Path], dict[str, Any]]] = {
+    "runs": record_run,
+    "texts": record_texts,
+    "gguf": record_gguf,
+    "drafts": record_drafts,
+}
+
+
+def parts_of(name: str, chosen: Sequence[str]) -> list[str]:
+    """Return which of the chosen parts a kind has."""
+    has = {"runs": bool(KINDS[name].exported), "texts": True} | {part: name in SERVED[part] for part in SERVED}
+    return [part for part in PARTS if part in chosen and has[part]]
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -374,46 +445,57 @@ def hash_tensors(file: Path) -> dict[str, str]:
     return hashes | {"all": hashlib.sha256("".join(hashes.values()).encode()).hexdigest()}
 
 
-def record(file: Path, only: str, keep: Path | None) -> bool:
-    """Run the cases and write their results; return whether all cases succeeded."""
+def record(args: argparse.Namespace, file: Path) -> bool:
+    """Record the chosen parts of the kinds in a file; return whether all commands succeeded."""
     os.environ.update(VARIABLES)
     for name in CLEARED:
         os.environ.pop(name, None)
-    sys.path.insert(0, str(ROOT))
     file = file.resolve()
     start = time.monotonic()
-    names = [name for name in CASES if fnmatchcase(name, only)]
-    results: dict[str, Any] = {}
-    recording = {"environment": describe_environment(), "commit": describe_commit(), "inputs": {}, "cases": results}
+    parts = {name: parts_of(name, args.parts) for name in KINDS if fnmatchcase(name, args.only)}
+    parts = {name: of_kind for name, of_kind in parts.items() if of_kind}
+    results: dict[str, dict[str, Any]] = {part: {} for part in args.parts}
+    recording = {"environment": describe_environment(), "commit": describe_commit(), "inputs": {}, "results": results}
+    failed = 0
     with tempfile.TemporaryDirectory() as temporary:
-        work = keep or Path(temporary)
+        work = args.keep or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         os.chdir(work)  # so that directory names are the same in every recording
         make_data(Path("data"))
-        failed = 0
-        for number, name in enumerate(names, start=1):
-            case_start = time.monotonic()
-            directory = Path("cases") / str(number)
+        run_forked(["doctor", "--help"], [{}], Path("doctor.txt"))
+        for name, of_kind in parts.items():
+            kind_start = time.monotonic()
+            directory = Path("kinds") / re.sub(r"\W+", "_", name)
             directory.mkdir(parents=True)
-            problem = ""
-            try:
-                results[name] = run_case(CASES[name], directory)
-            except CommandFailed as error:
-                failed += 1
-                problem = f"  FAILED\n{error}"
-                results[name] = {"failed": True}
-            if keep is None:
+            problem = record_kind(name, of_kind, directory, results)
+            failed += bool(problem)
+            if args.keep is None:
                 shutil.rmtree(directory)
-            print(f"{time.monotonic() - case_start:6.1f} s  {name}{problem}", flush=True)
+            print(f"{time.monotonic() - kind_start:6.1f} s  {name} ({', '.join(of_kind)}){problem}", flush=True)
         recording["inputs"] = hash_inputs()
         file.write_text(json.dumps(recording, indent=1) + "\n")
         os.chdir(ROOT)
-    print(f"{time.monotonic() - start:6.1f} s  {len(names)} cases, {failed} failed: {file}")
+    print(f"{time.monotonic() - start:6.1f} s  {len(parts)} kinds, {failed} failed: {file}")
     return not failed
 
 
+def record_kind(name: str, parts: Sequence[str], directory: Path, results: dict[str, dict[str, Any]]) -> str:
+    """Add the parts of a kind to the results; return the reason if a command failed, otherwise an empty text."""
+    kind = KINDS[name]
+    for part in parts:
+        results[part][name] = {"failed": True}
+    try:
+        if parts != ["texts"]:
+            train(kind, directory)
+        for part in parts:
+            results[part][name] = PARTS[part](kind, directory)
+    except CommandFailed as error:
+        return f"  FAILED\n{error}"
+    return ""
+
+
 def hash_inputs() -> dict[str, str]:
-    """Return hashes of the data and the models of the cases."""
+    """Return hashes of the data and the models of the kinds."""
     hashes = {}
     for file in sorted(Path("data").iterdir()):
         hashes[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -450,8 +532,8 @@ def describe_commit() -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def compare(before: Path, after: Path, only: str) -> bool:
-    """Print a line for each case; return whether all cases are equal."""
+def compare(args: argparse.Namespace, before: Path, after: Path) -> bool:
+    """Print a line for each result; return whether all results are equal."""
     old, new = (json.loads(file.read_text()) for file in (before, after))
     print(f"{before}: {old['commit']}\n{after}: {new['commit']}")
     for part, meaning in (
@@ -461,13 +543,16 @@ def compare(before: Path, after: Path, only: str) -> bool:
         for name in sorted(old[part].keys() & new[part].keys()):
             if old[part][name] != new[part][name]:
                 print(f"{name}: {old[part][name]} before, {new[part][name]} after ({meaning})")
-    num_different = 0
-    names = [name for name in old["cases"] | new["cases"] if fnmatchcase(name, only)]
-    for name in names:
-        difference = describe_difference(old["cases"].get(name), new["cases"].get(name))
-        num_different += bool(difference)
-        print(f"{name}: {difference or 'equal'}")
-    print(f"{len(names) - num_different} of {len(names)} cases are equal")
+    num_results = num_different = 0
+    for part in args.parts:
+        ours, theirs = old["results"].get(part, {}), new["results"].get(part, {})
+        for name in ours | theirs:
+            if fnmatchcase(name, args.only):
+                difference = describe_difference(ours.get(name), theirs.get(name))
+                num_results += 1
+                num_different += bool(difference)
+                print(f"{part}, {name}: {difference or 'equal'}")
+    print(f"{num_results - num_different} of {num_results} results are equal")
     return not num_different
 
 
@@ -517,7 +602,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    recorder = commands.add_parser("record", help="run the cases and write FILE")
+    recorder = commands.add_parser("record", help="record the kinds in FILE")
     recorder.add_argument("file", type=Path)
     comparer = commands.add_parser("compare", help="print the differences between two recordings")
     comparer.add_argument("before", type=Path)
@@ -525,26 +610,31 @@ def parse() -> argparse.Namespace:
     checker = commands.add_parser("check", help="record, and compare with FILE")
     checker.add_argument("file", type=Path)
     for command in (recorder, comparer, checker):
-        command.add_argument("--only", default="*", metavar="PATTERN", help="case names, as a shell pattern [*]")
+        command.add_argument("--only", default="*", metavar="PATTERN", help="names of kinds, as a shell pattern [*]")
+        command.add_argument("--parts", default=",".join(PARTS), help="parts, separated by commas [%(default)s]")
     for command in (recorder, checker):
         command.add_argument(
             "--keep", type=Path, metavar="DIR", help="use this new directory for models and runs, and keep it"
         )
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    if unknown := [part for part in args.parts if part not in PARTS]:
+        parser.error(f"--parts {','.join(unknown)}: the parts are {', '.join(PARTS)}")
+    if not any(fnmatchcase(name, args.only) and parts_of(name, args.parts) for name in KINDS):
+        parser.error(f"--only {args.only!r} matches no kind with these parts; an example is {next(iter(KINDS))!r}")
+    return args
 
 
 def main() -> int:
     args = parse()
-    if not any(fnmatchcase(name, args.only) for name in CASES):
-        sys.exit(f"--only {args.only!r} matches no case; an example of a case name is {next(iter(CASES))!r}")
     if args.command == "record":
-        return int(not record(args.file, args.only, args.keep))
+        return int(not record(args, args.file))
     if args.command == "compare":
-        return int(not compare(args.before, args.after, args.only))
+        return int(not compare(args, args.before, args.after))
     with tempfile.TemporaryDirectory() as directory:
         before, after = args.file.resolve(), Path(directory) / "now.json"
-        record(after, args.only, args.keep)
-        return int(not compare(before, after, args.only))
+        record(args, after)
+        return int(not compare(args, before, after))
 
 
 if __name__ == "__main__":
