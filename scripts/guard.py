@@ -4,7 +4,7 @@
     python scripts/guard.py record after.json                    # in a checkout after it
     python scripts/guard.py compare before.json after.json
     python scripts/guard.py check before.json --only 'TP2*'      # record and compare, selected kinds only
-    python scripts/guard.py check before.json --parts texts      # record and compare, in a minute
+    python scripts/guard.py check before.json --parts texts      # record and compare, in two minutes
 
 The kinds of runs are those of tests/kinds.py. A recording has four parts:
 
@@ -20,9 +20,9 @@ versions of torch and other packages; `compare` reports it if these differ. To r
 scripts/guard.py and tests/kinds.py into a checkout of it.
 
 The script uses only the command line, scripts/make_tiny_model.py, scripts/make_tiny_vision_model.py, and the files that
-runs write. Importing torch and megatron-core takes longer than the
-training. Commands therefore run in processes that are forked from a process which has imported them, as in tests
-(tests/forked.py). Kinds with `is_launched` start new processes.
+runs write. Importing torch and megatron-core takes longer than the training. Commands therefore run in processes that
+are forked from a process which has imported them, as in tests (tests/forked.py). Kinds with `is_launched` start new
+processes.
 """
 
 import argparse
@@ -61,11 +61,10 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",  # megatron-core warns that Apex is missing
 }
-# Variables of the shell that would change the number of processes of a case.
+# Variables of the shell that would change the number of processes of a run.
 CLEARED = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 TIMEOUT = 900  # seconds for one command; a few are usual
 CLOCK = ("_per_second", "seconds", "mfu", "_gb")  # suffixes of metrics that differ between equal runs
-
 
 # Options of the script that makes a model of tests/kinds.py.
 SIZES = "--hidden_size 256 --num_layers 4 --vocab_size 512"
@@ -87,11 +86,9 @@ MODELS = {
 }
 WITHOUT_HEAD = ("hybrid", "deepstack", "windows")
 """Models for which the scripts make no head, although the kinds of runs expect one. Runs add it."""
-LARGER = {"vocab_size": 256} | dict.fromkeys(
-    ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "out_hidden_size")
-    + ("num_attention_heads", "num_key_value_heads", "num_heads"),
-    16,
-)
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+WIDTHS += ("num_attention_heads", "num_key_value_heads", "num_heads", "out_hidden_size")
+LARGER = {"vocab_size": 256} | dict.fromkeys(WIDTHS, 16)
 """Factors of sizes in config.json for `doctor --plan`, which rounds to 10 MB."""
 # 20 rows, 3 steps of 8: the last step is in the second epoch.
 NUM_ROWS, NUM_HELD_OUT_ROWS = 20, 8
@@ -235,7 +232,7 @@ def make_model(name: str) -> Path:
 def become_script(words: list[str]) -> None:
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))  # as `python SCRIPT` does
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+    with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing):
         runpy.run_path(words[0], run_name="__main__")
 
 
@@ -326,7 +323,7 @@ def record_texts(kind: Kind, directory: Path) -> dict[str, list[str]]:
         "dry_run": text_of([*training, "--dry_run"], directory / "dry_run.txt", layout.num_processes),
         "plan": text_of(plan, directory / "plan.txt"),
     }
-    if kind == Kind(kind.model, rows=kind.rows, exported=kind.exported, on_device=kind.on_device):
+    if (kind.options, kind.command, kind.layout) == ("", "sft", ONE_PROCESS):
         search = [*plan, "--gpu_type", "H100", "--num_gpus", "16"]
         texts["search"] = text_of(search, directory / "search.txt")
     return texts
@@ -340,6 +337,8 @@ def planning_of(kind: Kind, directory: Path) -> list[str]:
     command = ["doctor", "--plan", "true", "--model", str(make_larger(kind.model))]
     if kind.command == "dpo":
         command += ["--loss_type", "sigmoid"]  # which means dpo, and can be another one below
+    if kind.rows == "images":
+        command += ["--images_per_row", "1"]
     options = shlex.split(options_of(kind, directory, make_larger))
     is_known = False
     for word in [*options, *LAYOUTS[kind.layout].words()]:
