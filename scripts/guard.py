@@ -108,7 +108,7 @@ SERVED = {
 
 
 class CommandFailed(Exception):
-    """A command of a kind failed; the message contains the last lines of its log."""
+    """A command of a kind failed; the message contains the exit code and the last lines of its log."""
 
 
 def run_swiftlite(command: str, layout: Layout, log: Path, is_launched: bool = False) -> None:
@@ -127,8 +127,8 @@ def run_swiftlite(command: str, layout: Layout, log: Path, is_launched: bool = F
     ranks: list[dict[str, str]] = [{}]
     if layout.num_processes > 1:
         ranks = rank_environments(layout.num_processes, store.port)
-    if run_forked(words, ranks, log):
-        raise CommandFailed(tail(log))
+    if code := run_forked(words, ranks, log):
+        raise CommandFailed(f"exit code {code}\n{tail(log)}")
 
 
 def run_python(words: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> None:
@@ -137,7 +137,7 @@ def run_python(words: Sequence[str], log: Path, variables: Mapping[str, str] | N
             [sys.executable, *words], env=os.environ | (variables or {}), stdout=output, stderr=subprocess.STDOUT
         )
     if done.returncode:
-        raise CommandFailed(tail(log))
+        raise CommandFailed(f"exit code {done.returncode}\n{tail(log)}")
 
 
 def run_forked(words: Sequence[str], environments: Sequence[Mapping[str, str]], log: Path) -> int | None:
@@ -528,7 +528,7 @@ def processor() -> str:
 
 def describe_commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown commit"
 
 
 def compare(args: argparse.Namespace, before: Path, after: Path) -> bool:
