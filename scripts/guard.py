@@ -616,11 +616,14 @@ def parse() -> argparse.Namespace:
             "--keep", type=Path, metavar="DIR", help="use this new directory for models and runs, and keep it"
         )
     args = parser.parse_args()
+    for file in (getattr(args, name, None) for name in ("before", "after", "file")):
+        if args.command != "record" and file and not file.is_file():
+            parser.error(f"{file} does not exist: write it with {parser.prog} record {file}")
     args.parts = args.parts.split(",")
     if unknown := [part for part in args.parts if part not in PARTS]:
         parser.error(f"--parts {','.join(unknown)}: the parts are {', '.join(PARTS)}")
     if not any(fnmatchcase(name, args.only) and parts_of(name, args.parts) for name in KINDS):
-        parser.error(f"--only {args.only!r} matches no kind with these parts; an example is {next(iter(KINDS))!r}")
+        parser.error(f"--only {args.only!r} matches no kind of tests/kinds.py with these parts, such as 'latent'")
     return args
 
 
