@@ -8,6 +8,7 @@ the decoder layers of the heads.
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,25 @@ def quantize(
         logger.info("%d matrices did not change: they have the codes and scales of %s", num_kept, fp8_model.name)
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """The tensors of a quantized copy.
+
+    Attributes:
+        matrices: number of quantized matrices.
+        entries: tensors to write, by HF key; a quantized matrix before its encoding.
+        encodings: how each matrix that is quantized here is stored.
+        stored_in: the checkpoint from which each tensor is read.
+        declared: the quantization_config.
+    """
+
+    matrices: int
+    entries: Mapping[str, Entry]
+    encodings: Mapping[str, WritableEncoding]
+    stored_in: Mapping[str, Checkpoint]
+    declared: Mapping[str, Any]
+
+
 def _quantize(
     model: HfModel,
     out_dir: Path,
@@ -119,46 +139,21 @@ def _quantize(
         The number of matrices whose codes this rank copied from `source`.
     """
     num_kept = 0
-    chosen = quantized_weights(model, keeps_heads=quant_heads != "block")
     with Checkpoint(model.directory) as checkpoint:
-        if source:
-            chosen = source.chosen(model, chosen, quant_heads)
-        matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
-        _check_plain(model, matrices)
-        largest = dict.fromkeys(matrices, 1.0)
-        if scheme.has_global_scales:
-            largest = _largest(checkpoint, list(matrices), is_shared)
-        encodings = {key: scheme.encoding(entry.shape, entry.dtype, largest[key]) for key, entry in matrices.items()}
-        if source:
-            encodings = {key: source.encoding(key, encoding) for key, encoding in encodings.items()}
-        else:
-            _check_merged(matrices, scheme)
-        entries = _written(checkpoint, encodings)
-        plain_modules = _plain_modules(model, entries, encodings)
-        stored_in = dict.fromkeys(entries, checkpoint)
-        if calibrated:
-            in_trunk = {key: encodings.pop(key) for key in matrices if not model.family.is_mtp(model.config, key)}
-            replaced = calibrated.tensors(model, in_trunk)
-            new = {name: entry for parts in replaced.values() for name, entry in parts.items()}
-            entries = {key: entry for key, entry in entries.items() if key not in replaced} | new
-            stored_in |= dict.fromkeys(new, calibrated.checkpoint)
-        types = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
-        files = ShardedFiles(out_dir, types, max_shard_bytes, encodings)
+        copy = _copy_of(model, checkpoint, scheme, quant_heads, is_shared, source, calibrated)
+        types = {key: (entry.dtype, entry.shape) for key, entry in copy.entries.items()}
+        files = ShardedFiles(out_dir, types, max_shard_bytes, copy.encodings)
         if is_first_rank():
-            declared = quantization_config(model, scheme, plain_modules, keeps_heads=quant_heads != "block")
-            if source:
-                weights = [key for key in entries if key.endswith(".weight")]
-                is_quantized = {key.removesuffix(".weight"): key in encodings for key in weights}
-                declared = source.quantization_config(model, is_quantized)
-            _write_small_files(model, out_dir, declared)
+            _write_small_files(model, out_dir, copy.declared)
             files.create()
-        keys = list(entries)
+        keys = list(copy.entries)
         if is_shared:
             barrier()
             keys = part_of_this_rank(keys)
         try:
             for key in keys:
-                num_kept += _write(stored_in[key], files, key, entries[key], source, is_encoded=key in encodings)
+                is_encoded = key in copy.encodings
+                num_kept += _write(copy.stored_in[key], files, key, copy.entries[key], source, is_encoded=is_encoded)
             files.flush()
             if is_shared:
                 barrier()
@@ -169,8 +164,53 @@ def _quantize(
             raise
     before = sum(entry.nbytes for entry in checkpoint.stored.values()) / 1e9
     after = sum(entry.nbytes for entry in files.entries.values()) / 1e9
-    logger.info("quantized %d matrices: %s; %.2f GB -> %.2f GB", len(matrices), scheme.words, before, after)
+    logger.info("quantized %d matrices: %s; %.2f GB -> %.2f GB", copy.matrices, scheme.words, before, after)
     return num_kept
+
+
+def _copy_of(
+    model: HfModel,
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    quant_heads: QuantHeads | None,
+    is_shared: bool,
+    source: Fp8Source | None,
+    calibrated: Calibrated | None,
+) -> _Copy:
+    """Return what is written. With global scales and `is_shared`, this is collective.
+
+    Raises:
+        UserError: a matrix cannot be quantized.
+    """
+    chosen = quantized_weights(model, keeps_heads=quant_heads != "block")
+    if source:
+        chosen = source.chosen(model, chosen, quant_heads)
+    matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
+    _check_plain(model, matrices)
+    largest = dict.fromkeys(matrices, 1.0)
+    if scheme.has_global_scales:
+        largest = _largest(checkpoint, list(matrices), is_shared)
+    encodings = {key: scheme.encoding(entry.shape, entry.dtype, largest[key]) for key, entry in matrices.items()}
+    if source:
+        encodings = {key: source.encoding(key, encoding) for key, encoding in encodings.items()}
+    else:
+        _check_merged(matrices, scheme)
+    entries = _written(checkpoint, encodings)
+    plain_modules = _plain_modules(model, entries, encodings)
+    stored_in = dict.fromkeys(entries, checkpoint)
+    if calibrated:  # llm-compressor has encoded the trunk; only heads are encoded here
+        in_trunk = {key: encodings.pop(key) for key in matrices if not model.family.is_mtp(model.config, key)}
+        replaced = calibrated.tensors(model, in_trunk)
+        new = {name: entry for parts in replaced.values() for name, entry in parts.items()}
+        entries = {key: entry for key, entry in entries.items() if key not in replaced} | new
+        stored_in |= dict.fromkeys(new, calibrated.checkpoint)
+    if source:
+        weights = [key for key in entries if key.endswith(".weight")]
+        is_quantized = {key.removesuffix(".weight"): key in encodings for key in weights}
+        declared = source.quantization_config(model, is_quantized)
+    else:
+        declared = quantization_config(model, scheme, plain_modules, keeps_heads=quant_heads != "block")
+    return _Copy(len(matrices), entries, encodings, stored_in, declared)
 
 
 def _largest(checkpoint: Checkpoint, keys: list[str], is_shared: bool) -> dict[str, float]:

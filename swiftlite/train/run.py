@@ -36,7 +36,7 @@ from swiftlite.data.template import load_tokenizer
 from swiftlite.families.resolved import HfModel, resolve_options
 from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable
-from swiftlite.plan.cost.flops import training_flops
+from swiftlite.plan.cost.flops import Flops, training_flops
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.layout import group_of
@@ -122,16 +122,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     trainable = trainable_in(args, plan, hf_model)
     if data.has_images:
         logger.info("rows with images: the vision tower is computed; the run trains %s", trainable.words)
-    flops = training_flops(
-        hf_model.config,
-        plan.heads,
-        heads_only=trainable.freezes_trunk,
-        trunk_is_read=args.cache_trunk_states is not None,
-        lora=plan.lora,
-        tower=hf_model.family.tower(hf_model.config),
-        trained_parts=trained_parts_of(args),
-        freeze_llm=args.freeze_llm,
-    )
+    flops = flops_of(args, plan, hf_model, trainable)
     batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops, extras)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
@@ -170,6 +161,20 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         teacher_model=models.get("teacher_model"),
     )
     return training.prepare(prepared)
+
+
+def flops_of(args: SftArgs, plan: Plan, hf_model: HfModel, trainable: Trainable) -> Flops:
+    """Return the FLOPs of a step as a function of its tokens."""
+    return training_flops(
+        hf_model.config,
+        plan.heads,
+        heads_only=trainable.freezes_trunk,
+        trunk_is_read=args.cache_trunk_states is not None,
+        lora=plan.lora,
+        tower=hf_model.family.tower(hf_model.config),
+        trained_parts=trained_parts_of(args),
+        freeze_llm=args.freeze_llm,
+    )
 
 
 def check_supported(args: SftArgs, mesh: Mesh, hf_model: HfModel, training: Training) -> None:
