@@ -147,7 +147,7 @@ def distillation_loss(
 
     A student is compared with its teacher in the same way, by "kl", by "reverse_kl", which is KL(head || trunk), or by
     "jsd", the generalized Jensen-Shannon divergence `beta` KL(trunk || M) + (1 - `beta`) KL(head || M) with the mixture
-    M = `beta` trunk + (1 - `beta`) head (`distance_of`).
+    M = `beta` trunk + (1 - `beta`) head (`distance_of`; GKD, arXiv 2306.13649).
 
     Args:
         logits_NV: logits of the head. Logits in float32 are overwritten with the gradient, so they must not be read

@@ -1,4 +1,4 @@
-"""Compute KTO, a loss over single answers labeled good or bad (`megatron dpo --loss_type kto`).
+"""Compute KTO (arXiv 2402.01306), a loss over single answers labeled good or bad (`megatron dpo --loss_type kto`).
 
 The loss requires the KL divergence between the model and the reference model. It is estimated from mismatched answers:
 each prompt is paired with the answer of another row, its companion. The estimate is one value per global batch, and is

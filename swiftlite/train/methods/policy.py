@@ -88,7 +88,8 @@ class LabeledTokens:
 def ratio_of(log_p_BS: torch.Tensor, old_BS: torch.Tensor, tokens: LabeledTokens, policy: Policy) -> torch.Tensor:
     """Return the probability ratio of policy and old policy for each token, [B, S].
 
-    With the level `sequence`, all tokens of a completion have the geometric mean of their ratios (GSPO).
+    With the level `sequence`, all tokens of a completion have the geometric mean of their ratios, exp(sum_t (log p_it -
+    log old_it) / T_i) (GSPO, arXiv 2507.18071).
     """
     log_ratio_BS = log_p_BS - old_BS
     if policy.importance_sampling_level == "sequence":
@@ -117,7 +118,17 @@ def mismatch_of(old_BS: torch.Tensor, engine_BS: torch.Tensor, tokens: LabeledTo
 def token_losses(
     log_p_BS: torch.Tensor, ratio_BS: torch.Tensor, advantage_BS: torch.Tensor, policy: Policy
 ) -> torch.Tensor:
-    """Compute the policy loss of each token without corrections, [B, S], as TRL's GRPOTrainer does."""
+    """Compute the policy loss of each token without corrections, [B, S], as TRL's GRPOTrainer does.
+
+    With the ratio r, the advantage A and the bounds low and high, the loss is
+
+        grpo, dapo, dr_grpo    -min(r A, clip(r, low, high) A)
+        cispo                  -stop_gradient(min(r, high)) A log p
+
+    The first is PPO's (arXiv 1707.06347), with the bounds of DAPO (arXiv 2503.14476). CISPO (MiniMax-M1,
+    arXiv 2506.13585) clips the weight of a token instead of dropping the token's gradient. `delta` bounds r
+    from above also for negative advantages (INTELLECT-2, arXiv 2505.07291).
+    """
     if policy.loss_type == "cispo":
         return -ratio_BS.clamp(max=policy.clip_high).detach() * advantage_BS * log_p_BS
     clipped_BS = ratio_BS.clamp(policy.clip_low, policy.clip_high)
@@ -162,6 +173,7 @@ class PolicyObjective:
         grpo           sum_i ( sum_t l_it / T_i ) / N
         dr_grpo        sum_it l_it / (N * L)
 
+    of DAPO (arXiv 2503.14476), GRPO (DeepSeekMath, arXiv 2402.03300) and Dr. GRPO (arXiv 2503.20783),
     plus, for each MTP depth, the mean over all tokens of completions, as in `NextTokenObjective`. The heads learn from
     all completions, whatever their advantage.
 

@@ -95,6 +95,18 @@ def log_probabilities_of(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> tup
 def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
     """Compute the loss [P] of each pair, as TRL's DPOTrainer does.
 
+    With the log-ratios w and l of policy and reference for the preferred and the rejected answer, their difference m =
+    w - l, the smoothing e and s for the sigmoid, the losses are
+
+        sigmoid   -(1 - e) log s(b m) - e log s(-b m)              DPO, arXiv 2305.18290
+        robust    (-(1 - e) log s(b m) + e log s(-b m)) / (1 - 2 e)      arXiv 2403.00409
+        hinge     max(0, 1 - b m)                                  SLiC-HF, arXiv 2305.10425
+        ipo       (w / T_w - l / T_l - 1 / (2 b))^2, T tokens      IPO, arXiv 2310.12036
+        apo_zero  1 - s(b w) + s(b l)                              APO, arXiv 2408.06266
+        apo_down  s(b w) + 1 - s(b m)                              APO
+        simpo     -log s(b (p_w - p_l) - g), p mean log-probabilities    SimPO, arXiv 2405.14734
+        orpo      -b log s(log odds(p_w) - log odds(p_l))          ORPO, arXiv 2403.07691
+
     The losses simpo and orpo follow TRL's CPOTrainer and ORPOTrainer, without their next-token loss
     (`Preference.imitation`).
     """
