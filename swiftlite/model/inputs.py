@@ -77,7 +77,7 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class Target:
-    """What the predictions of a micro-batch are compared with, so that the forward pass returns losses.
+    """Define what the predictions of a micro-batch are compared with; with a target, a forward pass returns losses.
 
     Attributes:
         labels: [B, S], where labels[b, s] is the token at s + 1, or IGNORE_INDEX. They should be on the host; otherwise

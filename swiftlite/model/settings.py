@@ -16,7 +16,7 @@ from swiftlite.model.tower import SentOutputs
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a run uses a model.
+    """Define how a run uses a model.
 
     Attributes:
         heads: the MTP heads of the model.

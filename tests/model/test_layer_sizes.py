@@ -80,7 +80,7 @@ def logits(directory: Path, tensor_model_parallel_size: int) -> list:
 
 def test_tensor_parallel_ranks_split_the_heads_of_each_layer(mixed, mesh):
     with torch.no_grad():
-        whole = load(mixed, mesh)(TOKENS, torch.arange(TOKENS.size(1))[None]).main
+        whole = load(mixed, mesh)(ModelInputs(TOKENS, torch.arange(TOKENS.size(1))[None])).main
     found = torch.cat([torch.tensor(part) for part in launch(2, logits, mixed, 2)], dim=-1)
     # Sums over two ranks instead of one: roundings of logits.
     torch.testing.assert_close(found[..., : whole.size(-1)], whole, rtol=0, atol=1e-4)

@@ -84,7 +84,7 @@ def one_layer(tmp_path_factory) -> Path:
 def test_logits_are_those_of_transformers(mixed, mesh, dtype):
     theirs = Qwen3ForCausalLM.from_pretrained(mixed, dtype=dtype)
     with torch.no_grad():
-        ours = load(mixed, mesh, dtype)(row(), torch.arange(LENGTH)[None]).main
+        ours = load(mixed, mesh, dtype)(ModelInputs(row(), torch.arange(LENGTH)[None])).main
         assert torch.equal(ours, theirs(row(), use_cache=False).logits)
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from result import Results, Settings
 
+from swiftlite.model.inputs import ModelInputs
 from swiftlite.plan.kernels import automatic
 from swiftlite.runtime.distributed import session
 from tests.model.logits import ids_and_positions, load_megatron, load_transformers
@@ -42,7 +43,7 @@ def run(settings: Settings, results: Results) -> None:
         for family in families:
             directory = make_tiny_hf(Path(root) / family, family, dtype=torch.float32)
             exact = exact_logits(directory, family, input_ids)
-            ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).main
+            ours = load_megatron(directory, mesh, torch.float32)(ModelInputs(input_ids, position_ids)).main
             worst = (ours.double() - exact).abs().max() / exact.abs().max()
             results.at_most(f"{family}, float32", float(worst), LARGEST_DIFFERENCE)
 
@@ -50,7 +51,9 @@ def run(settings: Settings, results: Results) -> None:
             directory = make_tiny_hf(Path(root) / f"{family} bfloat16", family, dtype=torch.bfloat16)
             exact = exact_logits(directory, family, input_ids)
             theirs = load_transformers(directory, family, torch.bfloat16).to(device)(input_ids).logits
-            ours = load_megatron(directory, mesh, torch.bfloat16, kernels=kernels)(input_ids, position_ids).main
+            ours = load_megatron(directory, mesh, torch.bfloat16, kernels=kernels)(
+                ModelInputs(input_ids, position_ids)
+            ).main
             ratio = median_error(ours, exact) / median_error(theirs, exact)
             results.at_most(f"{family}, bfloat16: median error / that of transformers", ratio, ERROR_RATIO)
 
