@@ -230,6 +230,6 @@ class EngineInfo:
         if found is None:
             raise UserError(
                 f"{self.label} is not supported for MTP heads of {family.name}: its inputs of the heads are unknown",
-                f"use another --infer_backend, or measure it and add it to {self.convention.partition(':')[0]}",
+                "use another --infer_backend, or measure it and add it to Family.serving (docs/en/add-a-family.md)",
             )
         return found

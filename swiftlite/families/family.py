@@ -11,6 +11,7 @@ from swiftlite.base.heads import Heads
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving.convention import Serving
 from swiftlite.families.tower import Tower
 from swiftlite.families.vision import VisionTower
 
@@ -78,6 +79,7 @@ class Family:
         renamed: the same family with the names of other files, in which those of the language model start with
             `model.language_model.`; None if all files have the same names.
         norm_start: initial weight of norms: 1, or 0 if norms multiply by 1 + weight.
+        serving: how engines run the family.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Family:
     norm_start: float = 1.0
     memory_names: Mapping[str, str] = field(default_factory=dict)
     renamed: "Family | None" = None
+    serving: Serving = field(default_factory=Serving)
 
     def with_images(self, hf_config: HfConfig) -> "Family":
         """Return the family of a run whose rows have images: it computes the vision tower, instead of copying it.

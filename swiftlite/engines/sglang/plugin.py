@@ -21,24 +21,13 @@ from transformers import AutoConfig
 from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 from swiftlite.engines.sglang.weight_transfer import load_at_once, take
+from swiftlite.families.serving.index import drafts_of_plugin
+from swiftlite.families.serving.sglang import convention
 
-# architecture of the trunk -> architecture of its draft; both are classes of models/
-DRAFTS = {
-    "Exaone4ForCausalLM": "Exaone4ForCausalLMMTP",
-    "Gemma3ForCausalLM": "Gemma3ForCausalLMMTP",
-    "GptOssForCausalLM": "GptOssForCausalLMMTP",
-    "GraniteForCausalLM": "GraniteForCausalLMMTP",
-    "LlamaForCausalLM": "LlamaForCausalLMMTP",
-    "MiniMaxM2ForCausalLM": "MiniMaxM2ForCausalLMMTP",
-    "MistralForCausalLM": "MistralForCausalLMMTP",
-    "Olmo2ForCausalLM": "Olmo2ForCausalLMMTP",
-    "Phi3ForCausalLM": "Phi3ForCausalLMMTP",
-    "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
-    "Qwen2MoeForCausalLM": "Qwen2MoeForCausalLMMTP",
-    "Qwen3ForCausalLM": "Qwen3ForCausalLMMTP",
-    "SeedOssForCausalLM": "SeedOssForCausalLMMTP",
-    "SmolLM3ForCausalLM": "SmolLM3ForCausalLMMTP",
-}
+PLUGIN_DRAFTS = drafts_of_plugin(convention)
+"""Conventions of the plugin's draft classes, by architecture of the trunk."""
+DRAFTS = {trunk: known.draft for trunk, known in PLUGIN_DRAFTS.items()}
+"""Architecture of the trunk -> architecture of its draft. Both are classes of models/."""
 
 
 def choose_draft(result: None, model_config: Any) -> None:

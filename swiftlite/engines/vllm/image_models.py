@@ -10,21 +10,16 @@ Shapes: T tokens of all requests of a batch, H hidden size, I features of all im
 from collections.abc import Sequence
 
 import torch
-from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
 from vllm.model_executor.models.interfaces import SupportsMultiModalEmbeddings
 
 from swiftlite.engines.loading.head_weights import Trunk, Weights
-from swiftlite.engines.vllm.models import MtpDraft, Qwen2MTPModel, Qwen3MTPModel
+from swiftlite.engines.loading.plugin_classes import class_of
+from swiftlite.engines.vllm.models import MtpDraft
+from swiftlite.engines.vllm.plugin import PLUGIN_DRAFTS
+
+__all__ = ["ImageDraft", "Trunk"]  # bases of the classes that `class_of` makes
 
 _IN_WRAPPER = "model.language_model."
-
-
-class Qwen2_5_VLForConditionalGeneration(Trunk, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class Qwen3VLForConditionalGeneration(Trunk, qwen3_vl.Qwen3VLForConditionalGeneration):
-    """The trunk of a checkpoint with MTP heads."""
 
 
 class ImageDraft(MtpDraft, SupportsMultiModalEmbeddings):
@@ -61,9 +56,6 @@ class ImageDraft(MtpDraft, SupportsMultiModalEmbeddings):
         return super().load_weights((name.replace(_IN_WRAPPER, "model.", 1), tensor) for name, tensor in weights)
 
 
-class Qwen2_5_VLMTPModel(ImageDraft, Qwen2MTPModel):
-    """MTP draft model for Qwen2.5-VL."""
-
-
-class Qwen3VLMTPModel(ImageDraft, Qwen3MTPModel):
-    """MTP draft model for Qwen3-VL."""
+def __getattr__(name: str) -> type:
+    """Return a class that consists only of names in the file of a family."""
+    return class_of(name, PLUGIN_DRAFTS, "vllm.model_executor.models", globals())

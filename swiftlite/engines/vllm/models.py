@@ -1,6 +1,7 @@
 """Model classes of vLLM for checkpoints with MTP heads, and draft models that run the heads.
 
-`plugin.py` lists and registers the classes; no other module imports this file.
+`plugin.py` registers the classes. Those that differ from others only in names of vLLM's classes are made from the files
+of families when vLLM looks them up (`__getattr__`).
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
@@ -36,18 +37,12 @@ from vllm.model_executor.models import (
     exaone4,
     gemma3,
     gpt_oss,
-    granite,
     llama,
     minimax_m2,
-    mistral,
     olmo_hybrid,
-    phi3,
-    qwen2,
     qwen2_moe,
-    qwen3,
     qwen3_moe,
     step3p5,
-    transformers,
 )
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
@@ -64,12 +59,9 @@ from swiftlite.engines.loading.head_weights import (
     single_experts,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
+from swiftlite.engines.loading.plugin_classes import class_of
 from swiftlite.engines.vllm.ngram_drafts import head_tokens
-from swiftlite.engines.vllm.plugin import check_draft_steps
-
-
-class Gemma3ForCausalLM(Trunk, gemma3.Gemma3ForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
+from swiftlite.engines.vllm.plugin import PLUGIN_DRAFTS, check_draft_steps
 
 
 class Ernie4_5_MoeForCausalLM(ernie45_moe.Ernie4_5_MoeForCausalLM):
@@ -125,22 +117,6 @@ class Step3p5ForCausalLM(step3p5.Step3p5ForCausalLM):
                 _set_route(module.experts, module.router_bias, torch.sigmoid)
 
 
-class Exaone4ForCausalLM(Trunk, exaone4.Exaone4ForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class GptOssForCausalLM(Trunk, gpt_oss.GptOssForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class GraniteForCausalLM(Trunk, granite.GraniteForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
 class MiniMaxM2ForCausalLM(Trunk, minimax_m2.MiniMaxM2ForCausalLM):
     """The trunk of a checkpoint with MTP heads. vLLM 0.32 ignores `tie_word_embeddings`."""
 
@@ -158,46 +134,6 @@ def _select_by_sigmoids(model: nn.Module) -> None:
         if isinstance(module, minimax_m2.MiniMaxM2MoE):
             bias_E: Any = module.e_score_correction_bias
             _set_route(module.experts, bias_E, torch.sigmoid)
-
-
-class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class Olmo2ForCausalLM(Trunk, transformers.TransformersForCausalLM):
-    """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
-
-
-class Olmo3ForCausalLM(Trunk, transformers.TransformersForCausalLM):
-    """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
-
-
-class Phi3ForCausalLM(Trunk, phi3.Phi3ForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class Qwen2MoeForCausalLM(Trunk, qwen2_moe.Qwen2MoeForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class Qwen3MoeForCausalLM(Trunk, qwen3_moe.Qwen3MoeForCausalLM):
-    """The trunk of a checkpoint with MTP heads."""
-
-
-class SeedOssForCausalLM(Trunk, transformers.TransformersForCausalLM):
-    """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
-
-
-class SmolLM3ForCausalLM(Trunk, transformers.TransformersForCausalLM):
-    """The trunk of a checkpoint with MTP heads. vLLM has no own class and runs the modules of transformers."""
 
 
 class MtpFrame(nn.Module):
@@ -468,12 +404,6 @@ class Ernie4_5_MoeMTP(ernie_mtp.ErnieMTP):
         return super().load_weights(without_norm()) | loaded
 
 
-class LlamaMTPModel(MtpDraft):
-    """MTP draft model for Llama."""
-
-    layer_class = llama.LlamaDecoderLayer
-
-
 class Exaone4Layer(exaone4.Exaone4DecoderLayer):
     """A layer of EXAONE 4 that returns only its output, to which vLLM's layer has already added the residual."""
 
@@ -543,12 +473,6 @@ class GptOssMTPModel(MtpDraft):
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
 
 
-class GraniteMTPModel(MtpDraft):
-    """MTP draft model for Granite."""
-
-    layer_class = granite.GraniteDecoderLayer
-
-
 class MiniMaxM2MTPModel(MtpDraft):
     """MTP draft model for MiniMax-M2."""
 
@@ -563,12 +487,6 @@ class MiniMaxM2MTPModel(MtpDraft):
         return fused_moe_make_expert_params_mapping(self, "w1", "w2", "w3", num_experts=self.config.num_local_experts)
 
 
-class MistralMTPModel(MtpDraft):
-    """MTP draft model for Mistral."""
-
-    layer_class = mistral.MistralDecoderLayer
-
-
 class Olmo2MTPModel(MtpDraft):
     """MTP draft model for OLMo 2. It uses a layer of vLLM's hybrid OLMo, because vLLM has no layer for OLMo 2."""
 
@@ -578,28 +496,6 @@ class Olmo2MTPModel(MtpDraft):
         # Those of OLMo 3 are by the kind of layer.
         config.rope_parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
         return olmo_hybrid.OlmoHybridDecoderLayer(vllm_config=_with_config(vllm_config, config), prefix=prefix)
-
-
-class Olmo3MTPModel(Olmo2MTPModel):
-    """MTP draft model for OLMo 3. Its layers are OLMo 2's, like the trunk's layers without a window."""
-
-
-class Phi3MTPModel(LlamaMTPModel):
-    """MTP draft model for Phi-3, whose layers are Llama's with fused tensors in files."""
-
-    packed_modules_mapping = FUSED_MODULES
-
-
-class Qwen2MTPModel(MtpDraft):
-    """MTP draft model for Qwen2."""
-
-    layer_class = qwen2.Qwen2DecoderLayer
-
-
-class Qwen3MTPModel(MtpDraft):
-    """MTP draft model for Qwen3."""
-
-    layer_class = qwen3.Qwen3DecoderLayer
 
 
 class SeedOssMTPModel(MtpDraft):
@@ -612,8 +508,10 @@ class SeedOssMTPModel(MtpDraft):
         return llama.LlamaDecoderLayer(vllm_config, prefix, config)
 
 
-class SmolLM3MTPModel(LlamaMTPModel):
+class SmolLM3MTPModel(MtpDraft):
     """MTP draft model for SmolLM3. It uses the decoder layer of Llama, because vLLM has no layer for SmolLM3."""
+
+    layer_class = llama.LlamaDecoderLayer
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         layer: Any = super().make_layer(vllm_config, prefix)
@@ -639,3 +537,8 @@ class Qwen3MoeMTPModel(Qwen2MoeMTPModel):
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         # vLLM's layer reads the kind of its MLP from model_config.
         return qwen3_moe.Qwen3MoeDecoderLayer(_with_config(vllm_config, self.config), prefix)
+
+
+def __getattr__(name: str) -> type:
+    """Return a class that consists only of names in the file of a family."""
+    return class_of(name, PLUGIN_DRAFTS, "vllm.model_executor.models", globals())

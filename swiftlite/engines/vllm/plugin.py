@@ -28,29 +28,14 @@ from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
+from swiftlite.families.serving.index import drafts_of_plugin
+from swiftlite.families.serving.vllm import convention
 
 _MODELS, _IMAGE_MODELS = "swiftlite.engines.vllm.models", "swiftlite.engines.vllm.image_models"
-# architecture of the trunk -> architecture of its draft; both are classes of `_module_of` the trunk
-DRAFTS = {
-    "Exaone4ForCausalLM": "Exaone4MTPModel",
-    "Gemma3ForCausalLM": "Gemma3MTPModel",
-    "GptOssForCausalLM": "GptOssMTPModel",
-    "GraniteForCausalLM": "GraniteMTPModel",
-    "LlamaForCausalLM": "LlamaMTPModel",
-    "MiniMaxM2ForCausalLM": "MiniMaxM2MTPModel",
-    "MistralForCausalLM": "MistralMTPModel",
-    "Olmo2ForCausalLM": "Olmo2MTPModel",
-    "Olmo3ForCausalLM": "Olmo3MTPModel",
-    "Phi3ForCausalLM": "Phi3MTPModel",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLMTPModel",
-    "Qwen2ForCausalLM": "Qwen2MTPModel",
-    "Qwen2MoeForCausalLM": "Qwen2MoeMTPModel",
-    "Qwen3ForCausalLM": "Qwen3MTPModel",
-    "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
-    "Qwen3VLForConditionalGeneration": "Qwen3VLMTPModel",
-    "SeedOssForCausalLM": "SeedOssMTPModel",
-    "SmolLM3ForCausalLM": "SmolLM3MTPModel",
-}
+PLUGIN_DRAFTS = drafts_of_plugin(convention)
+"""Conventions of the plugin's draft classes, by architecture of the trunk."""
+DRAFTS = {trunk: known.draft for trunk, known in PLUGIN_DRAFTS.items()}
+"""Architecture of the trunk -> architecture of its draft. Both are classes of `_module_of` the trunk."""
 # architecture in vLLM -> class of _MODELS that corrects vLLM's
 CORRECTED = {
     "Ernie4_5_MoeForCausalLM": "Ernie4_5_MoeForCausalLM",

@@ -11,6 +11,8 @@ from swiftlite.families.attention import Indexer, LatentAttention
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.rope import ROPE_KEYS
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 _REQUIRED = (
     "kv_lora_rank",
@@ -82,4 +84,9 @@ DEEPSEEK_V3 = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=moe.NEXT_LAYER_HEADS,
+    serving=Serving(
+        vllm=vllm.next_layer("DeepSeekMTP"),
+        sglang=Convention("DeepseekV3ForCausalLMNextN", "one", block=sglang.DECODER),
+        llamacpp="deepseek2",
+    ),
 )

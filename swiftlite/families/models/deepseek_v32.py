@@ -8,6 +8,8 @@ from swiftlite.families.attention import Indexer
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import deepseek_v3
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 _REQUIRED = ("first_k_dense_replace", "q_lora_rank", "index_topk", "index_n_heads", "index_head_dim")
 
@@ -83,4 +85,9 @@ DEEPSEEK_V32 = Family(
     layer=layer,
     outside=dense.outside,
     mtp=moe.NEXT_LAYER_HEADS,
+    serving=Serving(
+        # On GPUs; vLLM does not support sparse attention on CPUs, so this was read from its code.
+        vllm=vllm.next_layer("DeepseekV32MTP"),
+        sglang=Convention("DeepseekV3ForCausalLMNextN", "one", block=sglang.DECODER),
+    ),
 )

@@ -15,6 +15,8 @@ from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts
+from swiftlite.families.serving import vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 # transformers' defaults are the sizes of the 21B model.
 _STATED = (
@@ -118,4 +120,13 @@ ERNIE4_5_MOE = Family(
         drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True),
     ),
     memory_names={"mlp.moe_statics.": "mlp.gate.moe_statics."},
+    serving=Serving(
+        vllm=Convention("Ernie4_5_MoeMTP", "one", block=vllm.NEXT_LAYER),
+        sglang=Convention(
+            "Ernie4_5_MoeForCausalLMMTP",
+            "first",
+            Drafting(recycles_before_norm=True, zeroes_first_embedding=True),
+            block="model.mtp_block.",
+        ),
+    ),
 )

@@ -9,6 +9,8 @@ from typing import Any
 from swiftlite.families import dense, windows
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 from swiftlite.families.windows import FULL, KINDS, WINDOW
 
 _NO_BIAS = (False, None)
@@ -79,4 +81,8 @@ EXAONE4 = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(PluginClasses("Exaone4ForCausalLM", trunk="exaone4:Exaone4ForCausalLM")),
+        sglang=sglang.plugin(PluginClasses("Exaone4ForCausalLM", layer="Exaone4Layer")),
+    ),
 )

@@ -10,6 +10,8 @@ from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 _BASES: windows.Bases = {windows.WINDOW: ("rope_local_base_freq", 10_000.0), windows.FULL: ("rope_theta", 1_000_000.0)}
 # Sizes whose defaults in transformers are not derived from other sizes.
@@ -68,4 +70,8 @@ GEMMA3_TEXT = Family(
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
     norm_start=0.0,
+    serving=Serving(
+        vllm=vllm.plugin(PluginClasses("Gemma3ForCausalLM", trunk="gemma3:Gemma3ForCausalLM")),
+        sglang=sglang.plugin(PluginClasses("Gemma3ForCausalLM")),
+    ),
 )

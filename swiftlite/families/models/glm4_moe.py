@@ -10,6 +10,8 @@ from swiftlite.base.drafting import Drafting
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -32,4 +34,9 @@ GLM4_MOE = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=HEADS,
+    serving=Serving(
+        vllm=vllm.next_layer("Glm4MoeMTP"),
+        sglang=Convention("Glm4MoeForCausalLMNextN", "one", block=sglang.DECODER),
+        llamacpp="glm4moe",
+    ),
 )

@@ -10,6 +10,8 @@ from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import deepseek_v3, glm4_moe
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -33,4 +35,9 @@ GLM4_MOE_LITE = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=glm4_moe.HEADS,
+    serving=Serving(
+        vllm=vllm.next_layer("Glm4MoeLiteMTP"),
+        sglang=Convention("Glm4MoeLiteForCausalLMNextN", "one", block=sglang.DECODER),
+        llamacpp="deepseek2",
+    ),
 )

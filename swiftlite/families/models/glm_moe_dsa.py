@@ -6,6 +6,8 @@ In GLM-5.2, only every fourth layer has an indexer; the layers after it use its 
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.models import deepseek_v32
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -18,4 +20,9 @@ GLM_MOE_DSA = Family(
     layer=deepseek_v32.layer,
     outside=dense.outside,
     mtp=moe.NEXT_LAYER_HEADS,
+    serving=Serving(
+        # On GPUs; vLLM does not support sparse attention on CPUs, so this was read from its code.
+        vllm=vllm.next_layer("DeepseekV32MTP"),
+        sglang=Convention("GlmMoeDsaForCausalLMNextN", "one", block=sglang.DECODER),
+    ),
 )

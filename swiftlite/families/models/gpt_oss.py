@@ -11,6 +11,8 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts
 from swiftlite.families.rope import has_default_scale
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 from swiftlite.families.windows import FULL, KINDS, WINDOW
 
 # transformers' defaults are the sizes of gpt-oss-120b; programs have different defaults for the other keys.
@@ -107,10 +109,16 @@ def _outside(hf_config: HfConfig) -> Outside:
     return replace(outside, rounds_last=True, mcore_config=config)
 
 
+_CLASSES = PluginClasses("GptOssForCausalLM", trunk="gpt_oss:GptOssForCausalLM")
+
 GPT_OSS = Family(
     name="gpt_oss",
     check=_check,
     layer=_layer,
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(_CLASSES),
+        sglang=sglang.plugin(_CLASSES),
+    ),
 )

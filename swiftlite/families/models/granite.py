@@ -6,6 +6,8 @@ from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 # Their default is 1 in transformers, but no published model has a multiplier of 1, so a missing one is an error.
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
@@ -33,10 +35,16 @@ def _outside(hf_config: HfConfig) -> Outside:
     )
 
 
+_CLASSES = PluginClasses("GraniteForCausalLM", trunk="granite:GraniteForCausalLM", layer="granite:GraniteDecoderLayer")
+
 GRANITE = Family(
     name="granite",
     check=_check,
     layer=_layer,
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(_CLASSES),
+        sglang=sglang.plugin(replace(_CLASSES, trunk_base="SharingTrunk")),
+    ),
 )

@@ -11,6 +11,8 @@ from typing import Any
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig, no_copies
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 # Keys of config.json of HY-V3, and the corresponding keys of GLM-4.5.
 _GLM_KEYS = {
@@ -82,4 +84,9 @@ HY_V3 = Family(
         moe.NEXT_LAYER_HEADS, frame_rows=partial(moe.frame_rows, output_norm="final_layernorm"), copies=no_copies
     ),
     memory_names=_MEMORY_NAMES,
+    serving=Serving(
+        vllm=vllm.next_layer("HYV3MTP"),
+        sglang=Convention("HYV3ForCausalLMNextN", "first", block=sglang.DECODER),
+        llamacpp="hy_v3",
+    ),
 )

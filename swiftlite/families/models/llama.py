@@ -4,6 +4,10 @@ from functools import partial
 
 from swiftlite.families import dense
 from swiftlite.families.family import Family
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
+
+_CLASSES = PluginClasses("LlamaForCausalLM", trunk="llama:LlamaForCausalLM", layer="llama:LlamaDecoderLayer")
 
 LLAMA = Family(
     name="llama",
@@ -11,4 +15,9 @@ LLAMA = Family(
     layer=dense.layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(_CLASSES),
+        sglang=sglang.plugin(_CLASSES),
+        llamacpp="glm4moe",
+    ),
 )

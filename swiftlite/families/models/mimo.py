@@ -13,6 +13,8 @@ from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig, MtpLayout
+from swiftlite.families.serving import vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
@@ -37,5 +39,10 @@ MIMO = Family(
         lambda hf_config, head: f"model.mtp_layers.{head}.",
         _frame_rows,
         drafting=Drafting(takes_before_norm=True, zeroes_first_embedding=True),
+    ),
+    serving=Serving(
+        vllm=vllm.next_layer("MiMoMTP"),
+        sglang=Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True), block=""),
+        llamacpp="glm4moe",
     ),
 )

@@ -20,6 +20,8 @@ from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.serving import sglang
+from swiftlite.families.serving.convention import Convention, Serving
 from swiftlite.families.windows import FULL, KINDS, WINDOW
 
 _STATED = (
@@ -225,4 +227,9 @@ MIMO_V2_FLASH = Family(
     outside=_outside,
     mtp=MtpLayout(_head_of, _prefix, _frame_rows),
     memory_names={inner: memory for memory, inner in _HEAD_NAMES.items()},
+    serving=Serving(
+        vllm=Convention("MiMoV2MTP", "first", block="model.mtp.layers.{head}.", plain=("self_attn.o_proj",)),
+        # With windows, a second draft fails on a CPU; on GPUs it was not measured.
+        sglang=Convention("MiMoV2MTP", "first", drafts_once=True, block=sglang.DECODER),
+    ),
 )

@@ -13,6 +13,8 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts
 from swiftlite.families.rope import ROPE_KEYS
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 # transformers' defaults are the sizes of MiniMax-M2.
 _STATED = ("num_local_experts", "num_experts_per_tok", "num_key_value_heads", "head_dim", "rotary_dim")
@@ -97,4 +99,8 @@ MINIMAX_M2 = Family(
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
     memory_names={"block_sparse_moe.": "mlp."},
+    serving=Serving(
+        vllm=vllm.plugin(PluginClasses("MiniMaxM2ForCausalLM"), renames={"block_sparse_moe.": "mlp."}),
+        sglang=sglang.plugin(PluginClasses("MiniMaxM2ForCausalLM")),
+    ),
 )

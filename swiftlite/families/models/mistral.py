@@ -4,6 +4,8 @@ models have none."""
 from swiftlite.families import dense, windows
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 _DEFAULT_WINDOW = 4096  # in transformers
 
@@ -23,4 +25,18 @@ MISTRAL = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(
+            PluginClasses("MistralForCausalLM", trunk="mistral:MistralForCausalLM", layer="mistral:MistralDecoderLayer")
+        ),
+        sglang=sglang.plugin(
+            PluginClasses(
+                "MistralForCausalLM",
+                trunk="mistral:MistralForCausalLM",
+                trunk_base="NoWindowTrunk",
+                layer="llama:LlamaDecoderLayer",
+            )
+        ),
+        llamacpp="glm4moe",
+    ),
 )

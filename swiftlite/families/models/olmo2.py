@@ -6,6 +6,8 @@ from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -29,4 +31,8 @@ OLMO2 = Family(
     layer=_layer,
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(PluginClasses("Olmo2ForCausalLM", trunk=vllm.TRANSFORMERS)),
+        sglang=sglang.plugin(PluginClasses("Olmo2ForCausalLM", layer="Olmo2Layer")),
+    ),
 )

@@ -11,6 +11,8 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models.olmo2 import OLMO2
 from swiftlite.families.rope import has_default_scale
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 _INTERVAL = 4
 # In transformers, the base of old files belongs to layers without a window.
@@ -68,4 +70,8 @@ OLMO3 = Family(
     layer=_layer,
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(PluginClasses("Olmo3ForCausalLM", trunk=vllm.TRANSFORMERS, draft_base="Olmo2MTPModel")),
+        sglang=sglang.plugin(PluginClasses("Olmo2ForCausalLM", layer="Olmo2Layer")),
+    ),
 )

@@ -9,6 +9,8 @@ from dataclasses import replace
 from swiftlite.families import dense, windows
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 _NO_DROPOUT = (0, None)
 _ROPE_TYPES = (None, "default", "longrope")
@@ -47,4 +49,20 @@ PHI3 = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(
+            PluginClasses(
+                "Phi3ForCausalLM", trunk="phi3:Phi3ForCausalLM", layer="llama:LlamaDecoderLayer", is_fused=True
+            )
+        ),
+        sglang=sglang.plugin(
+            PluginClasses(
+                "Phi3ForCausalLM",
+                trunk="llama:Phi3ForCausalLM",
+                trunk_base="NoWindowTrunk",
+                layer="llama:LlamaDecoderLayer",
+                is_fused=True,
+            )
+        ),
+    ),
 )

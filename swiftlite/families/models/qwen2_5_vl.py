@@ -10,6 +10,8 @@ from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import HfConfig
 from swiftlite.families.models.qwen2 import QWEN2
+from swiftlite.families.serving import vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 from swiftlite.families.vision import Qwen2_5Vision
 
 
@@ -31,6 +33,16 @@ QWEN2_5_VL = replace(
     check=_check,
     vision=Qwen2_5Vision.of,
     language_model=("model.", "lm_head.", "mtp."),
+    serving=Serving(
+        vllm=vllm.plugin(
+            PluginClasses(
+                "Qwen2_5_VLForConditionalGeneration",
+                trunk="qwen2_5_vl:Qwen2_5_VLForConditionalGeneration",
+                layer="qwen2:Qwen2DecoderLayer",
+                draft_base="ImageDraft",
+            )
+        )
+    ),
 )
 QWEN2_5_VL = replace(
     QWEN2_5_VL,

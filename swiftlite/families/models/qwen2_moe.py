@@ -10,6 +10,8 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.models import qwen3_moe
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
 """Names of the shared expert's tensors, within a layer."""
@@ -52,4 +54,8 @@ QWEN2_MOE = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(PluginClasses("Qwen2MoeForCausalLM", trunk="qwen2_moe:Qwen2MoeForCausalLM")),
+        sglang=sglang.plugin(PluginClasses("Qwen2MoeForCausalLM")),
+    ),
 )

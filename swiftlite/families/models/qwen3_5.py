@@ -14,6 +14,8 @@ from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import qwen2_moe, qwen3_moe, qwen3_next
+from swiftlite.families.serving import vllm
+from swiftlite.families.serving.convention import Convention, Serving
 from swiftlite.families.vision import Qwen3Vision
 
 # In models with experts, all layers are mixtures, and the selected scores are divided by their sum.
@@ -55,7 +57,18 @@ _wrapped = partial(
     language_model=("model.language_model.", "lm_head.", "mtp."),
 )
 
-QWEN3_5_TEXT = _text(name="qwen3_5_text", check=_check, layer=_layer)
-QWEN3_5 = _wrapped(name="qwen3_5", check=_check, layer=_layer)
-QWEN3_5_MOE_TEXT = _text(name="qwen3_5_moe_text", check=_check_mixture, layer=_layer_of_mixture)
-QWEN3_5_MOE = _wrapped(name="qwen3_5_moe", check=_check_mixture, layer=_layer_of_mixture)
+
+def _serving(draft: str, llamacpp: str) -> Serving:
+    return Serving(
+        # All heads share one projection and one set of norms.
+        vllm=Convention(draft, "first", quantizes=vllm.FUSION),
+        sglang=Convention("Qwen3_5ForCausalLMMTP", "one"),
+        llamacpp=llamacpp,
+    )
+
+
+_DENSE, _MIXTURE = _serving("Qwen3_5MTP", "qwen35"), _serving("Qwen3_5MoeMTP", "qwen35moe")
+QWEN3_5_TEXT = _text(name="qwen3_5_text", check=_check, layer=_layer, serving=_DENSE)
+QWEN3_5 = _wrapped(name="qwen3_5", check=_check, layer=_layer, serving=_DENSE)
+QWEN3_5_MOE_TEXT = _text(name="qwen3_5_moe_text", check=_check_mixture, layer=_layer_of_mixture, serving=_MIXTURE)
+QWEN3_5_MOE = _wrapped(name="qwen3_5_moe", check=_check_mixture, layer=_layer_of_mixture, serving=_MIXTURE)

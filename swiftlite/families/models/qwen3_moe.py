@@ -7,6 +7,8 @@ from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
 
 
 def _num_experts(hf_config: HfConfig) -> int:
@@ -86,4 +88,12 @@ QWEN3_MOE = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(
+            PluginClasses("Qwen3MoeForCausalLM", trunk="qwen3_moe:Qwen3MoeForCausalLM"),
+            quantizes=("mtp.layers.{head}.mlp.gate",),
+        ),
+        sglang=Convention("Qwen3MoeForCausalLMMTP", "first", block=sglang.FIRST_LAYER),
+        llamacpp="hy_v3",
+    ),
 )

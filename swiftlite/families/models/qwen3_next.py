@@ -15,6 +15,8 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.families.models import qwen2_moe, qwen3_moe
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import Convention, Serving
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _NORMED = {"norm_topk_prob": True}  # default
@@ -103,4 +105,10 @@ QWEN3_NEXT = Family(
     outside=outside,
     mtp=dense.QWEN3_NEXT_HEADS,
     norm_start=0.0,
+    serving=Serving(
+        # All heads share one projection and one set of norms.
+        vllm=Convention("Qwen3NextMTP", "first", quantizes=vllm.FUSION),
+        sglang=Convention("Qwen3NextForCausalLMMTP", "one", block=sglang.FIRST_LAYER),
+        llamacpp="qwen3next",
+    ),
 )

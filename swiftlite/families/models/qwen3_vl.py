@@ -9,6 +9,8 @@ from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import HfConfig
 from swiftlite.families.models.qwen3 import QWEN3
+from swiftlite.families.serving import vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 from swiftlite.families.vision import Qwen3Vision
 
 
@@ -28,4 +30,14 @@ QWEN3_VL = replace(
     outside=_outside,
     vision=Qwen3Vision.of,
     language_model=(dense.IN_WRAPPER, "lm_head.", "mtp."),
+    serving=Serving(
+        vllm=vllm.plugin(
+            PluginClasses(
+                "Qwen3VLForConditionalGeneration",
+                trunk="qwen3_vl:Qwen3VLForConditionalGeneration",
+                layer="qwen3:Qwen3DecoderLayer",
+                draft_base="ImageDraft",
+            )
+        )
+    ),
 )

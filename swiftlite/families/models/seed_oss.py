@@ -6,6 +6,8 @@ The dropout of 0.1 in the published config.json does not change logits, and is n
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 # The defaults in transformers are true, 128 and 8.
 _STATED = ("attention_bias", "head_dim", "num_key_value_heads")
@@ -34,4 +36,9 @@ SEED_OSS = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(PluginClasses("SeedOssForCausalLM", trunk=vllm.TRANSFORMERS)),
+        sglang=sglang.plugin(PluginClasses("SeedOssForCausalLM", layer="qwen2:Qwen2DecoderLayer")),
+        llamacpp="glm4moe",
+    ),
 )

@@ -11,6 +11,8 @@ from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.serving import sglang, vllm
+from swiftlite.families.serving.convention import PluginClasses, Serving
 
 # transformers' defaults differ from those of other families.
 _STATED = ("num_key_value_heads",)
@@ -62,4 +64,8 @@ SMOLLM3 = Family(
     layer=_layer,
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(
+        vllm=vllm.plugin(PluginClasses("SmolLM3ForCausalLM", trunk=vllm.TRANSFORMERS)),
+        sglang=sglang.plugin(PluginClasses("SmolLM3ForCausalLM")),
+    ),
 )

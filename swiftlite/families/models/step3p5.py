@@ -24,6 +24,7 @@ from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.rope import ROPE_KEYS
+from swiftlite.families.serving.convention import Convention, Serving
 from swiftlite.families.values import rope_problems, value_problems
 from swiftlite.families.windows import FULL, KINDS, WINDOW
 
@@ -314,4 +315,13 @@ STEP3P5 = Family(
     ),
     norm_start=0.0,
     memory_names={own: name for name, own in _NAMES.items()},
+    serving=Serving(
+        vllm=Convention("Step3p5MTP", block="model.layers.{layer}.mtp_block."),
+        sglang=Convention(
+            "Step3p5MTP",
+            drafting=Drafting(takes_before_norm=True, recycles_before_norm=True, chains_before_norm=True),
+            block="model.mtp_block.",
+            plain=("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+        ),
+    ),
 )

@@ -11,10 +11,38 @@ with its own names of the modules (`quantized.py`). A convention therefore also 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from swiftlite.base.drafting import Drafting
-from swiftlite.families import Family
+
+if TYPE_CHECKING:
+    from swiftlite.families.family import Family
+
+
+@dataclass(frozen=True)
+class PluginClasses:
+    """The classes of swiftlite's plugin for a family that an engine has no draft class for.
+
+    A class without a difference is made from these names (`engines/loading/plugin_classes.py`). Other classes are
+    defined in the plugin's module of model classes. "module:Class" is a class of the engine, whose module is relative
+    to the engine's models, and "Class" is a class of the plugin's module.
+
+    Attributes:
+        architecture: name of the trunk's class in `architectures` of config.json.
+        trunk: the engine's class of the trunk. If "", the plugin's module defines the trunk's class.
+        layer: class of the decoder layer in a head.
+        trunk_base: class of the plugin's module that is placed before the engine's class of the trunk.
+        draft_base: class of the plugin's module that the draft class extends, if it is not `MtpDraft`. Without `layer`
+            and `draft_base`, the plugin's module defines the draft class.
+        is_fused: whether projections are fused in files like in the engine.
+    """
+
+    architecture: str
+    trunk: str = ""
+    layer: str = ""
+    trunk_base: str = "Trunk"
+    draft_base: str = ""
+    is_fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +63,7 @@ class Convention:
         plain: names, in the decoder layer, of modules that the engine never quantizes.
         renames: maps prefixes of the modules in the decoder layer, as in files, to the engine's. Only prefixes that
             differ are listed.
+        classes: the classes of swiftlite's plugin; None if the engine has a draft class.
     """
 
     draft: str
@@ -45,12 +74,30 @@ class Convention:
     quantizes: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
+    classes: PluginClasses | None = None
 
     def num_drafting(self, num_mtp_heads: int) -> int:
         """Return how many of a checkpoint's MTP heads draft."""
         if self.heads == "each":
             return num_mtp_heads
         return min(num_mtp_heads, 1)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The ways in which engines run a family.
+
+    Attributes:
+        vllm: how vLLM drafts (`vllm.py`); None if it was not measured. The inputs of heads are those in
+            `MtpLayout.drafting`, which training uses by default.
+        sglang: how SGLang drafts (`sglang.py`); None if it was not measured.
+        llamacpp: the architecture of llama.cpp that runs the trunk and the heads (`gguf/architectures.py`); "" if none
+            does.
+    """
+
+    vllm: Convention | None = None
+    sglang: Convention | None = None
+    llamacpp: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +116,7 @@ class Matching:
     compares_parts: bool
 
 
-def as_trained(family: Family) -> Convention:
+def as_trained(family: "Family") -> Convention:
     """Return the convention of the engine transformers (`engines/transformers/mtp_heads.py`).
 
     Each head drafts in its step, with the same inputs as in training.

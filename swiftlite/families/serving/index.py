@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from swiftlite.families import Family
+from swiftlite.families import FAMILIES, Family
 from swiftlite.families.serving import llamacpp, sglang, vllm
 from swiftlite.families.serving.convention import Convention, Matching, as_trained
 
@@ -14,3 +14,13 @@ CONVENTIONS: dict[str, Callable[[Family], Convention | None]] = {
 }
 MATCHINGS: dict[str, Matching] = {"vllm": vllm.MATCHING, "sglang": sglang.MATCHING}
 """Engines that build drafts from quantization_config. The engine transformers reads the tensors of heads as numbers."""
+
+
+def drafts_of_plugin(convention: Callable[[Family], Convention | None]) -> dict[str, Convention]:
+    """Return the conventions of an engine whose draft class is one of swiftlite's plugin, by architecture of the trunk.
+
+    Args:
+        convention: an engine's entry in CONVENTIONS.
+    """
+    found = filter(None, map(convention, FAMILIES.values()))
+    return {known.classes.architecture: known for known in found if known.classes is not None}

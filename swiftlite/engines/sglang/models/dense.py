@@ -27,16 +27,13 @@ from sglang.srt.models import (
     exaone4,
     gemma3_causal,
     gpt_oss,
-    granite,
     llama,
     mimo_v2,
     mimo_v2_nextn,
     minimax_m2,
-    mistral,
     olmo2,
     qwen2,
     qwen2_moe,
-    qwen3,
     step3p5,
     step3p5_mtp,
 )
@@ -55,6 +52,8 @@ from swiftlite.engines.loading.head_weights import (
     own_sinks,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
+from swiftlite.engines.loading.plugin_classes import class_of
+from swiftlite.engines.sglang.plugin import DRAFTS, PLUGIN_DRAFTS
 
 
 def _exaone4_config(config: Any) -> Any:
@@ -111,18 +110,6 @@ class SharingTrunk(Trunk):
         return trunk.model.embed_tokens.weight, trunk.lm_head.weight
 
 
-class GptOssForCausalLM(Trunk, gpt_oss.GptOssForCausalLM):
-    """The trunk of a checkpoint with an MTP head."""
-
-
-class GraniteForCausalLM(SharingTrunk, granite.GraniteForCausalLM):
-    """The trunk of a checkpoint with an MTP head."""
-
-
-class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
-    """The trunk of a checkpoint with an MTP head."""
-
-
 class WindowOfOthers(nn.Module):
     """Base class placed before SGLang's classes of MiMo-V2-Flash (mimo_v2.py and mimo_v2_nextn.py of 0.5.23).
 
@@ -177,10 +164,6 @@ class NoWindowTrunk(Trunk):
         super().__init__(config, *args, **kwargs)
 
 
-class MistralForCausalLM(NoWindowTrunk, mistral.MistralForCausalLM):
-    """The trunk of a checkpoint with an MTP head."""
-
-
 class Olmo2ForCausalLM(SharingTrunk, olmo2.Olmo2ForCausalLM):
     """The trunk of an OLMo 2 or OLMo 3 checkpoint with an MTP head.
 
@@ -193,14 +176,6 @@ class Olmo2ForCausalLM(SharingTrunk, olmo2.Olmo2ForCausalLM):
         if config.model_type == "olmo3" and config.rope_theta == 10_000:
             raise ValueError("rope_parameters by kind of layer are ignored: use rope_theta and rope_scaling")
         super().__init__(config, *args, **kwargs)
-
-
-class Phi3ForCausalLM(NoWindowTrunk, llama.Phi3ForCausalLM):
-    """The trunk of a checkpoint with an MTP head."""
-
-
-class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
-    """The trunk of a checkpoint with an MTP head."""
 
 
 class Qwen2MoeForCausalLM(SharingTrunk, qwen2_moe.Qwen2MoeForCausalLM):
@@ -216,10 +191,6 @@ class Qwen2MoeForCausalLM(SharingTrunk, qwen2_moe.Qwen2MoeForCausalLM):
         super().__init__(config, *args, **kwargs)
         if config.tie_word_embeddings:
             self.lm_head = self.model.embed_tokens
-
-
-class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
-    """The trunk of a checkpoint with an MTP head. SGLang's own class raises a KeyError for tensors of heads."""
 
 
 class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
@@ -409,12 +380,6 @@ class Exaone4Layer(exaone4.Exaone4DecoderLayer):
         super().__init__(config, 0, quant_config, prefix)
 
 
-class Exaone4ForCausalLMMTP(MtpDraft):
-    """MTP draft model for EXAONE 4."""
-
-    layer_class = Exaone4Layer
-
-
 def _count_own_token(model: nn.Module) -> None:
     """Let windows of Step-3.5 contain `sliding_window` tokens, as in transformers and vLLM.
 
@@ -548,18 +513,6 @@ class GptOssForCausalLMMTP(MtpDraft):
             yield name, tensor
 
 
-class GraniteForCausalLMMTP(MtpDraft):
-    """MTP draft model for Granite."""
-
-    layer_class = granite.GraniteDecoderLayer
-
-
-class LlamaForCausalLMMTP(MtpDraft):
-    """MTP draft model for Llama."""
-
-    layer_class = llama.LlamaDecoderLayer
-
-
 class MiMoV2MTP(WindowOfOthers, mimo_v2_nextn.MiMoV2MTP):
     """MTP draft model for MiMo-V2-Flash. SGLang's class loads all heads into the same parameters.
 
@@ -599,10 +552,6 @@ class MiniMaxM2ForCausalLMMTP(MtpDraft):
         return FusedMoE.make_expert_params_mapping("w1", "w2", "w3", self.config.num_local_experts)
 
 
-class MistralForCausalLMMTP(LlamaForCausalLMMTP):
-    """MTP draft model for Mistral, whose layers are Llama's."""
-
-
 class Olmo2Layer(olmo2.Olmo2DecoderLayer):
     """A layer of OLMo 2, or of OLMo 3 without a window."""
 
@@ -610,24 +559,6 @@ class Olmo2Layer(olmo2.Olmo2DecoderLayer):
         config = deepcopy(config)
         config.layer_types = ["full_attention"]
         super().__init__(config, 0, quant_config, prefix)
-
-
-class Olmo2ForCausalLMMTP(MtpDraft):
-    """MTP draft model for OLMo 2 and OLMo 3."""
-
-    layer_class = Olmo2Layer
-
-
-class Phi3ForCausalLMMTP(LlamaForCausalLMMTP):
-    """MTP draft model for Phi-3, whose layers are Llama's with fused tensors in files."""
-
-    packed_modules_mapping = FUSED_MODULES
-
-
-class Qwen2ForCausalLMMTP(MtpDraft):
-    """MTP draft model for Qwen2."""
-
-    layer_class = qwen2.Qwen2DecoderLayer
 
 
 class Qwen2MoeForCausalLMMTP(MtpDraft):
@@ -639,18 +570,10 @@ class Qwen2MoeForCausalLMMTP(MtpDraft):
         return FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", self.config.num_experts)
 
 
-class Qwen3ForCausalLMMTP(MtpDraft):
-    """MTP draft model for Qwen3."""
-
-    layer_class = qwen3.Qwen3DecoderLayer
-
-
-class SeedOssForCausalLMMTP(Qwen2ForCausalLMMTP):
-    """MTP draft model for Seed-OSS, with the decoder layer of Qwen2 like the trunk."""
-
-
-class SmolLM3ForCausalLMMTP(LlamaForCausalLMMTP):
+class SmolLM3ForCausalLMMTP(MtpDraft):
     """MTP draft model for SmolLM3, with the decoder layer of Llama like the trunk."""
+
+    layer_class = llama.LlamaDecoderLayer
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -659,38 +582,10 @@ class SmolLM3ForCausalLMMTP(LlamaForCausalLMMTP):
             layer.self_attn.rotary_emb = NoRotaryEmbedding()
 
 
-EntryClass = [
-    Ernie4_5_MoeForCausalLMMTP,
-    Exaone4ForCausalLM,
-    Gemma3ForCausalLM,
-    GptOssForCausalLM,
-    GraniteForCausalLM,
-    LlamaForCausalLM,
-    MiMoV2FlashForCausalLM,
-    MiniMaxM2ForCausalLM,
-    MistralForCausalLM,
-    Olmo2ForCausalLM,
-    Phi3ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen2MoeForCausalLM,
-    Qwen3ForCausalLM,
-    SeedOssForCausalLM,
-    SmolLM3ForCausalLM,
-    Exaone4ForCausalLMMTP,
-    Gemma3ForCausalLMMTP,
-    GptOssForCausalLMMTP,
-    GraniteForCausalLMMTP,
-    LlamaForCausalLMMTP,
-    MiMoV2MTP,
-    MiniMaxM2ForCausalLMMTP,
-    MistralForCausalLMMTP,
-    Olmo2ForCausalLMMTP,
-    Phi3ForCausalLMMTP,
-    Qwen2ForCausalLMMTP,
-    Qwen2MoeForCausalLMMTP,
-    Qwen3ForCausalLMMTP,
-    SeedOssForCausalLMMTP,
-    SmolLM3ForCausalLMMTP,
-    Step3p5ForCausalLM,
-    Step3p5MTP,
-]
+def _class(name: str) -> type:
+    return globals().get(name) or class_of(name, PLUGIN_DRAFTS, "sglang.srt.models", globals())
+
+
+# Classes that consist only of names in the file of a family are made here.
+EntryClass = [_class(name) for name in dict.fromkeys([*DRAFTS, *DRAFTS.values()])]
+EntryClass += [Ernie4_5_MoeForCausalLMMTP, MiMoV2FlashForCausalLM, MiMoV2MTP, Step3p5ForCausalLM, Step3p5MTP]
