@@ -79,6 +79,7 @@ class Family:
         renamed: the same family with the names of other files, in which those of the language model start with
             `model.language_model.`; None if all files have the same names.
         norm_start: initial weight of norms: 1, or 0 if norms multiply by 1 + weight.
+        numbers_by_layer: lowest and highest number in lists of config.json with a number for each layer, by key.
         serving: how engines run the family.
     """
 
@@ -93,6 +94,7 @@ class Family:
     norm_start: float = 1.0
     memory_names: Mapping[str, str] = field(default_factory=dict)
     renamed: "Family | None" = None
+    numbers_by_layer: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     serving: Serving = field(default_factory=Serving)
 
     def with_images(self, hf_config: HfConfig) -> "Family":

@@ -98,7 +98,7 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
             f"supported: {', '.join(FAMILIES)}; docs/en/add-a-family.md shows how to add one",
         )
     try:
-        refuse(hf_config, value_problems(hf_config))
+        refuse(hf_config, value_problems(hf_config, family.numbers_by_layer))
         family.check(hf_config)
         refuse(hf_config, _rope_problems(family, hf_config))
     except UserError as error:
@@ -144,7 +144,7 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
     rule or the family reports this problem, and all other rules ignore it.
     """
     family = _find(hf_config)
-    if family is None or value_problems(hf_config):
+    if family is None or value_problems(hf_config, family.numbers_by_layer):
         return None
     return _countable(family, hf_config)
 
@@ -167,9 +167,10 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
 
 def impossible_values(hf_config: HfConfig) -> list[str]:
     """Return a problem (one line) for every invalid value in the config.json of a known family."""
-    if not _find(hf_config):
+    family = _find(hf_config)
+    if family is None:
         return []
-    return value_problems(hf_config)
+    return value_problems(hf_config, family.numbers_by_layer)
 
 
 def _find(hf_config: HfConfig) -> Family | None:

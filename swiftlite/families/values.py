@@ -97,15 +97,6 @@ _NUMBERS = {
     "mscale": (0.0, 1e6),
     "mscale_all_dim": (0.0, 1e6),
 }
-_BY_LAYER = {
-    "step3p5": {
-        "partial_rotary_factors": (1e-6, 1.0),
-        "rope_theta": (1e-6, 1e30),
-        "swiglu_limits": (0.0, 1e6),
-        "swiglu_limits_shared": (0.0, 1e6),
-    }
-}
-"""Lowest and highest number in lists with a number for each layer, by model_type and key."""
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "mrope": (),
@@ -144,14 +135,17 @@ _LISTS = {
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
-def value_problems(hf_config: Mapping[str, Any]) -> list[str]:
-    """Return a problem (one line) for every key whose value no model can have."""
+def value_problems(hf_config: Mapping[str, Any], by_layer: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return a problem (one line) for every key whose value no model can have.
+
+    Args:
+        by_layer: `Family.numbers_by_layer`.
+    """
     problems = []
     for key, (lowest, highest) in _SIZES.items():
         value = hf_config.get(key)
         if value is not None and not (_is_whole(value) and lowest <= value <= highest):
             problems.append(f"{key} {_shown(value)} is not an integer from {lowest} to {highest}")
-    by_layer = _BY_LAYER.get(str(hf_config.get("model_type")), {})
     problems += _number_problems(hf_config, by_layer)
     for key in _FLAGS:
         if not isinstance(hf_config.get(key), bool | None):

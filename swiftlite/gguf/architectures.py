@@ -159,13 +159,15 @@ def _hybrid(family: Family, hf_config: HfConfig) -> Metadata:
         # Heads follow the trunk's layers, and are not recurrent.
         "attention.recurrent_layers": [layer.attention.is_recurrent for layer in layers],
     }
-    if family.name.startswith("qwen3_5"):
-        sections = dense.rope_parameters(hf_config).get("mrope_section") or [11, 11, 10]
-        metadata["rope.dimension_sections"] = [*sections, 0]
     mlp = layers[-1].mlp
     if isinstance(mlp, MixtureOfExperts):
         metadata |= _experts(mlp) | {"expert_shared_feed_forward_length": mlp.shared_ffn}
     return metadata
+
+
+def _qwen35(family: Family, hf_config: HfConfig) -> Metadata:
+    sections = dense.rope_parameters(hf_config).get("mrope_section") or [11, 11, 10]
+    return _hybrid(family, hf_config) | {"rope.dimension_sections": [*sections, 0]}
 
 
 RECORDS = (
@@ -173,8 +175,8 @@ RECORDS = (
     GgufArchitecture("hy_v3", Naming(_BIAS, idle_shared=True), _hy_v3),
     GgufArchitecture("deepseek2", Naming(_LATENT_NORMS), _deepseek2),
     GgufArchitecture("qwen3next", Naming(_POST_NORM, joins_decays=True), _hybrid),
-    GgufArchitecture("qwen35", Naming(_POST_NORM, tiles_values=True), _hybrid),
-    GgufArchitecture("qwen35moe", Naming(_POST_NORM, tiles_values=True), _hybrid),
+    GgufArchitecture("qwen35", Naming(_POST_NORM, tiles_values=True), _qwen35),
+    GgufArchitecture("qwen35moe", Naming(_POST_NORM, tiles_values=True), _qwen35),
 )
 
 

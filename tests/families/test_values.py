@@ -3,6 +3,7 @@
 import pytest
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from swiftlite.families.index import FAMILIES, impossible_values
 from swiftlite.families.values import ROPE_TYPES, value_problems
 from tests.messages import mentions
 from tests.tiny import CLASSES, OWN_SIZES
@@ -10,9 +11,9 @@ from tests.tiny import CLASSES, OWN_SIZES
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_what_transformers_writes_can_be(family):
-    config_class, _ = CLASSES[family]
-    assert value_problems(config_class().to_dict()) == []
-    assert value_problems(config_class(**OWN_SIZES.get(family, {})).to_dict()) == []
+    (config_class, _), by_layer = CLASSES[family], FAMILIES[family].numbers_by_layer
+    assert value_problems(config_class().to_dict(), by_layer) == []
+    assert value_problems(config_class(**OWN_SIZES.get(family, {})).to_dict(), by_layer) == []
 
 
 def test_types_of_rotary_embeddings_are_those_of_transformers():
@@ -45,15 +46,15 @@ def test_types_of_rotary_embeddings_are_those_of_transformers():
     ],
 )
 def test_what_no_model_has_is_one_line(key, value, problem):
-    (found,) = value_problems({"model_type": "qwen3", key: value})
+    (found,) = impossible_values({"model_type": "qwen3", key: value})
     assert mentions(found, problem)
     assert len(found) < 200
 
 
 def test_lists_with_a_number_for_each_layer():
     config = {"model_type": "step3p5", "rope_theta": [1e4, 1e6], "partial_rotary_factors": [1.0, 0.5]}
-    assert value_problems(config) == []
-    (problem,) = value_problems(config | {"partial_rotary_factors": [1.0, 1.5]})
+    assert impossible_values(config) == []
+    (problem,) = impossible_values(config | {"partial_rotary_factors": [1.0, 1.5]})
     assert mentions(problem, "partial_rotary_factors 1.5 1e-06 1")
-    (problem,) = value_problems(config | {"rope_theta": [1e4, "1e6"]})
+    (problem,) = impossible_values(config | {"rope_theta": [1e4, "1e6"]})
     assert mentions(problem, "rope_theta '1e6' 1e-06")

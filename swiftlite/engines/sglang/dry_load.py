@@ -100,7 +100,7 @@ def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "log_level": "error",
         **drafting,
-        **cpu_options(config.model.family.name, drafts),
+        **cpu_options(config.model.family, drafts),
     }
 
 

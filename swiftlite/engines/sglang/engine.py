@@ -158,7 +158,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         options |= speculative_options(config.model, config.num_speculative_tokens, config.speculative_config)
         if config.draws_drafts and options["speculative_eagle_topk"] == 1 and not is_on_cpu():
             options["speculative_use_rejection_sampling"] = True
-    options |= cpu_options(config.model.family.name, drafts) | config.engine_kwargs
+    options |= cpu_options(config.model.family, drafts) | config.engine_kwargs
     return {name: value for name, value in options.items() if value is not None}
 
 

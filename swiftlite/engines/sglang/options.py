@@ -19,6 +19,7 @@ from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
+from swiftlite.families import Family
 from swiftlite.families.resolved import HfModel
 
 
@@ -150,16 +151,16 @@ def cpu_variables() -> dict[str, str]:
     return {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
-def cpu_options(family: str, drafts: bool) -> dict[str, Any]:
+def cpu_options(family: Family, drafts: bool) -> dict[str, Any]:
     """Return the options that SGLang requires on a CPU.
 
     Args:
-        family: model_type of the model.
+        family: family of the model.
         drafts: whether SGLang drafts.
     """
     if not is_on_cpu():
         return {}
-    is_refused = family == "exaone4"
+    is_refused = family.serving.sglang is not None and family.serving.sglang.needs_gpu_backend
     # Compiling graphs takes minutes. Without AMX SGLang selects torch's attention, which cannot verify drafts; this
     # backend also runs without AMX.
     backend = None
@@ -171,7 +172,6 @@ def cpu_options(family: str, drafts: bool) -> dict[str, Any]:
         "max_total_tokens": 32768,  # size of the KV cache, by default most of the memory
         "prefill_attention_backend": backend,
         "decode_attention_backend": backend,
-        # SGLang refuses this family unless this option has the name of a GPU's backend. The two options above have
-        # precedence over it.
+        # Only the name is checked: the two options above have precedence.
         "attention_backend": "triton" if is_refused else None,
     }

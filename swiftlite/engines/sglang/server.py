@@ -37,7 +37,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     if schedule is not None and args.draft_schedule is not None:
         adaptive, files = schedule_options(schedule, Path(args.draft_schedule))
         given |= adaptive
-    given |= cpu_options(model.family.name, drafts)
+    given |= cpu_options(model.family, drafts)
     given |= SGLANG.engine_kwargs(args)
     # SGLang's switches have no --no- form, unlike vLLM's.
     given = {name: value for name, value in given.items() if value is not False}

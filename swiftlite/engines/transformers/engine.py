@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import (
@@ -294,14 +293,8 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
     if config.max_images or _has_vision_class_only(model):
         model_class = AutoModelForImageTextToText
     source: Path | None = model.directory
-    if model.family.name == "mimo":
-        # transformers has no MiMo class; the trunk is a Qwen2 whose config has another name.
-        model_class = Qwen2ForCausalLM
-        options["config"] = Qwen2Config(**{k: v for k, v in model.config.items() if k != "model_type"})
-    elif model.family.name == "step3p5":
-        from swiftlite.engines.transformers.step3p5 import Step3p5ForCausalLM, config_of
-
-        model_class, options["config"] = Step3p5ForCausalLM, config_of(model)
+    if model.family.serving.transformers:
+        model_class, options["config"] = resolve_name(model.family.serving.transformers)(model)
     else:
         options["trust_remote_code"] = config.trust_remote_code
     if format_of(model.config):

@@ -14,10 +14,13 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel,
 from swiftlite.families.resolved import HfModel
 
 
-def config_of(model: HfModel) -> Step3p7TextConfig:
-    """Return the config of the trunk: without the entries for MTP heads in lists, which transformers would check."""
+def trunk_of(model: HfModel) -> "tuple[type[Step3p5ForCausalLM], Step3p7TextConfig]":
+    """Return the class and the config of the trunk.
+
+    The config has no entries for MTP heads in lists, which transformers would check.
+    """
     no_heads = model.family.mtp.config(model.config, 0)
-    return Step3p7TextConfig.from_dict({**model.config, **no_heads, "num_nextn_predict_layers": 0})
+    return Step3p5ForCausalLM, Step3p7TextConfig.from_dict({**model.config, **no_heads, "num_nextn_predict_layers": 0})
 
 
 class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):

@@ -176,7 +176,8 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
         UserError: vLLM does not support linear attention in `torch_dtype`, or sparse attention on this machine, or a
             package that vLLM's classes import is missing.
     """
-    needs_torchvision = model.family.vision is not None or model.family.name.startswith("qwen3_5")
+    known = model.family.serving.vllm
+    needs_torchvision = model.family.vision is not None or (known is not None and known.needs_torchvision)
     if needs_torchvision and find_spec("torchvision") is None:
         raise UserError(
             f"vLLM requires torchvision for {model.family.name}, which is not installed",
@@ -223,9 +224,10 @@ def check_quantization(model: HfModel) -> None:
         get_quantization_config(quantization["quant_method"]).from_config(dict(quantization))
     except ValueError as error:
         problem = f"vLLM does not support its quantization_config: {error}"
-    if model.family.name == "seed_oss" and quantization.get("format") == "int-quantized" and has_amx():
-        # vLLM 0.32 runs this family with transformers' classes, whose inputs have three dimensions.
-        problem = "vLLM's kernel for 8-bit integers on CPUs with AMX does not support seed_oss"
+    known = model.family.serving.vllm
+    lacks_kernel = known is not None and known.lacks_amx_int8
+    if lacks_kernel and quantization.get("format") == "int-quantized" and has_amx():
+        problem = f"vLLM's kernel for 8-bit integers on CPUs with AMX does not support {model.family.name}"
     if problem:
         raise UserError(
             f"--model {model.directory}: {problem}",

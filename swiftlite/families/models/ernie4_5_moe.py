@@ -121,7 +121,7 @@ ERNIE4_5_MOE = Family(
     ),
     memory_names={"mlp.moe_statics.": "mlp.gate.moe_statics."},
     serving=Serving(
-        vllm=Convention("Ernie4_5_MoeMTP", "one", block=vllm.NEXT_LAYER),
+        vllm=Convention("Ernie4_5_MoeMTP", "one", block=vllm.NEXT_LAYER, has_own_names=True),
         sglang=Convention(
             "Ernie4_5_MoeForCausalLMMTP",
             "first",

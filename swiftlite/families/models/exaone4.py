@@ -83,6 +83,6 @@ EXAONE4 = Family(
     mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(PluginClasses("Exaone4ForCausalLM", trunk="exaone4:Exaone4ForCausalLM")),
-        sglang=sglang.plugin(PluginClasses("Exaone4ForCausalLM", layer="Exaone4Layer")),
+        sglang=sglang.plugin(PluginClasses("Exaone4ForCausalLM", layer="Exaone4Layer"), needs_gpu_backend=True),
     ),
 )

@@ -41,8 +41,9 @@ MIMO = Family(
         drafting=Drafting(takes_before_norm=True, zeroes_first_embedding=True),
     ),
     serving=Serving(
-        vllm=vllm.next_layer("MiMoMTP"),
+        vllm=vllm.next_layer("MiMoMTP", has_own_names=True),
         sglang=Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True), block=""),
         llamacpp="glm4moe",
+        transformers="swiftlite.engines.transformers.mimo:trunk_of",
     ),
 )

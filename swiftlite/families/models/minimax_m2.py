@@ -100,7 +100,9 @@ MINIMAX_M2 = Family(
     mtp=dense.QWEN3_NEXT_HEADS,
     memory_names={"block_sparse_moe.": "mlp."},
     serving=Serving(
-        vllm=vllm.plugin(PluginClasses("MiniMaxM2ForCausalLM"), renames={"block_sparse_moe.": "mlp."}),
+        vllm=vllm.plugin(
+            PluginClasses("MiniMaxM2ForCausalLM"), renames={"block_sparse_moe.": "mlp."}, has_own_names=True
+        ),
         sglang=sglang.plugin(PluginClasses("MiniMaxM2ForCausalLM")),
     ),
 )

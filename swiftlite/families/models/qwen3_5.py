@@ -61,7 +61,7 @@ _wrapped = partial(
 def _serving(draft: str, llamacpp: str) -> Serving:
     return Serving(
         # All heads share one projection and one set of norms.
-        vllm=Convention(draft, "first", quantizes=vllm.FUSION),
+        vllm=Convention(draft, "first", quantizes=vllm.FUSION, has_own_names=True, needs_torchvision=True),
         sglang=Convention("Qwen3_5ForCausalLMMTP", "one"),
         llamacpp=llamacpp,
     )

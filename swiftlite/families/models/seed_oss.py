@@ -37,7 +37,8 @@ SEED_OSS = Family(
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
-        vllm=vllm.plugin(PluginClasses("SeedOssForCausalLM", trunk=vllm.TRANSFORMERS)),
+        # The inputs of transformers' classes have three dimensions, the kernel's two.
+        vllm=vllm.plugin(PluginClasses("SeedOssForCausalLM", trunk=vllm.TRANSFORMERS), lacks_amx_int8=True),
         sglang=sglang.plugin(PluginClasses("SeedOssForCausalLM", layer="qwen2:Qwen2DecoderLayer")),
         llamacpp="glm4moe",
     ),

@@ -124,7 +124,9 @@ def _attention_problems(hf_config: HfConfig) -> list[str]:
         if other.get(key) != value:
             problems.append(f"attention_other_setting: {key} {other.get(key)!r} is not supported; it must be {value!r}")
     heads = other["num_attention_heads"]
-    problems += [f"attention_other_setting: {problem}" for problem in value_problems({"num_attention_heads": heads})]
+    problems += [
+        f"attention_other_setting: {problem}" for problem in value_problems({"num_attention_heads": heads}, {})
+    ]
     if heads % groups:
         stated = f"attention_other_setting: num_attention_heads {heads}"
         problems.append(f"{stated} is not a multiple of num_attention_groups {groups}")
@@ -315,13 +317,20 @@ STEP3P5 = Family(
     ),
     norm_start=0.0,
     memory_names={own: name for name, own in _NAMES.items()},
+    numbers_by_layer={
+        "partial_rotary_factors": (1e-6, 1.0),
+        "rope_theta": (1e-6, 1e30),
+        "swiglu_limits": (0.0, 1e6),
+        "swiglu_limits_shared": (0.0, 1e6),
+    },
     serving=Serving(
-        vllm=Convention("Step3p5MTP", block="model.layers.{layer}.mtp_block."),
+        vllm=Convention("Step3p5MTP", block="model.layers.{layer}.mtp_block.", has_own_names=True),
         sglang=Convention(
             "Step3p5MTP",
             drafting=Drafting(takes_before_norm=True, recycles_before_norm=True, chains_before_norm=True),
             block="model.mtp_block.",
             plain=("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
         ),
+        transformers="swiftlite.engines.transformers.step3p5:trunk_of",
     ),
 )

@@ -64,6 +64,12 @@ class Convention:
         renames: maps prefixes of the modules in the decoder layer, as in files, to the engine's. Only prefixes that
             differ are listed.
         classes: the classes of swiftlite's plugin; None if the engine has a draft class.
+        has_own_names: whether the names of modules differ from those in files, so that an engine that takes the
+            quantized modules of gptq from the files (`Matching.reads_files`) does not find those of the heads.
+        needs_torchvision: whether the engine's classes import torchvision, even without images.
+        lacks_amx_int8: whether the engine's kernel for 8-bit integers on CPUs with AMX does not support the family.
+        needs_gpu_backend: whether the engine refuses the family unless `attention_backend` has the name of a GPU's
+            backend, also on a CPU.
     """
 
     draft: str
@@ -75,6 +81,10 @@ class Convention:
     plain: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
     classes: PluginClasses | None = None
+    has_own_names: bool = False
+    needs_torchvision: bool = False
+    lacks_amx_int8: bool = False
+    needs_gpu_backend: bool = False
 
     def num_drafting(self, num_mtp_heads: int) -> int:
         """Return how many of a checkpoint's MTP heads draft."""
@@ -93,11 +103,14 @@ class Serving:
         sglang: how SGLang drafts (`sglang.py`); None if it was not measured.
         llamacpp: the architecture of llama.cpp that runs the trunk and the heads (`gguf/architectures.py`); "" if none
             does.
+        transformers: name of the function that maps an `HfModel` to the class and the config of its trunk; "" if
+            transformers finds both by `model_type`.
     """
 
     vllm: Convention | None = None
     sglang: Convention | None = None
     llamacpp: str = ""
+    transformers: str = ""
 
 
 @dataclass(frozen=True)

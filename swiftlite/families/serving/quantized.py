@@ -151,12 +151,12 @@ def unlisted_engines(method: str, family: Family, hf_config: HfConfig, *, keeps_
     """
     conventions = {engine: CONVENTIONS[engine](family) for engine in MATCHINGS}
     if not keeps_block:
-        always_plain = [engine for engine, known in conventions.items() if known and known.plain]
-        # vLLM takes the quantized modules from the files, whose names differ from those of these drafts.
-        other_names = ("ernie4_5_moe", "mimo", "minimax_m2", "qwen3_5", "step3p5")
-        if method != "gptq" or not family.name.startswith(other_names):
-            return always_plain
-        return [engine for engine, matching in MATCHINGS.items() if matching.reads_files or engine in always_plain]
+        is_looked_up = {engine: method == "gptq" and matching.reads_files for engine, matching in MATCHINGS.items()}
+        return [
+            engine
+            for engine, known in conventions.items()
+            if known and (known.plain or (known.has_own_names and is_looked_up[engine]))
+        ]
     return [engine for engine, known in conventions.items() if known and _is_ambiguous(known, hf_config, method)]
 
 

@@ -1,6 +1,6 @@
 """Conventions of SGLang 0.5.23, which differ from vLLM's for some families."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.families.serving.convention import Convention, Matching, PluginClasses
 
@@ -13,9 +13,9 @@ FIRST_LAYER = "model.layers.0."
 """Block of classes that give their layer the names of the trunk's first layer."""
 
 
-def plugin(classes: PluginClasses) -> Convention:
+def plugin(classes: PluginClasses, **facts: Any) -> Convention:
     """Return the convention of a draft class of swiftlite's plugin."""
-    return Convention(f"{classes.architecture}MTP", "one", classes=classes)
+    return Convention(f"{classes.architecture}MTP", "one", classes=classes, **facts)
 
 
 def convention(family: "Family") -> Convention | None:

@@ -18,18 +18,18 @@ TRANSFORMERS = "transformers:TransformersForCausalLM"
 """Class of trunks for which vLLM has no class of its own; it runs the modules of transformers."""
 
 
-def plugin(classes: PluginClasses, **names: Any) -> Convention:
+def plugin(classes: PluginClasses, **facts: Any) -> Convention:
     """Return the convention of a draft class of swiftlite's plugin, which runs each head at its step only on a GPU."""
     stem = classes.architecture.partition("For")[0]
-    return Convention(f"{stem}MTPModel", classes=classes, **names)
+    return Convention(f"{stem}MTPModel", classes=classes, **facts)
 
 
-def next_layer(draft: str) -> Convention:
+def next_layer(draft: str, **facts: Any) -> Convention:
     """Return the convention of a class of vLLM that numbers heads after the trunk's layers.
 
     These classes support several heads, but this was not measured; published models have one.
     """
-    return Convention(draft, "first", block=NEXT_LAYER)
+    return Convention(draft, "first", block=NEXT_LAYER, **facts)
 
 
 def convention(family: "Family") -> Convention | None:
