@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gen_options_doc import write_pages
 
+from swiftlite.bridge.join import SwapHalves
 from swiftlite.families.family import Family
 from swiftlite.families.index import FAMILIES
 from swiftlite.families.serving.index import CONVENTIONS
@@ -63,6 +64,41 @@ COLUMNS = {
     "zh": ("家族", "测试所用", "已发布的头", "vLLM", "SGLang", "llama.cpp", "图像"),
 }
 YES = {"en": "yes", "zh": "有"}
+DRAFTS = {
+    "en": """## How engines draft
+
+[Serving](serving.md#what-engines-do-with-the-heads) explains the columns.
+""",
+    "zh": """## 引擎怎样起草
+
+[服务](serving.md#引擎怎样用这些头)说明各列的含义。
+""",
+}
+DRAFT_COLUMNS = {
+    "en": (
+        "engine",
+        "family",
+        "draft class",
+        "head that drafts",
+        "trunk state",
+        "recycled head state",
+        "embedding at position 0",
+        "projection input",
+    ),
+    "zh": ("引擎", "家族", "起草类", "起草的头", "主干状态", "回收的头状态", "位置 0 的嵌入", "投影的输入"),
+}
+WORDS = {
+    "each": ("head *k*", "第 *k* 个头"),
+    "first": ("the first head, for every token", "第一个头，每一步"),
+    "last": ("the last head, for every token", "最后一个头，每一步"),
+    "one": ("more than one head is refused", "多于一个就拒绝"),
+    "before norm": ("before the final norm", "归一化之前"),
+    "after norm": ("after the final norm", "归一化之后"),
+    "zeros": ("zeros", "置零"),
+    "kept": ("the embedding", "保留"),
+    "embedding, hidden": ("embedding, state", "嵌入，状态"),
+    "hidden, embedding": ("state, embedding", "状态，嵌入"),
+}
 
 
 def configs_by_family() -> dict[str, list[str]]:
@@ -80,6 +116,8 @@ def page(language: str) -> str:
     lines = [INTRO[language], _line(COLUMNS[language]), _line(("---",) * len(COLUMNS[language]))]
     for name, family in sorted(FAMILIES.items()):
         lines.append(_line(_cells(family, configs.get(name, []), YES[language])))
+    lines += ["", DRAFTS[language], _line(DRAFT_COLUMNS[language]), _line(("---",) * len(DRAFT_COLUMNS[language]))]
+    lines += draft_rows(language)
     return "\n".join(lines) + "\n"
 
 
@@ -95,6 +133,35 @@ def _cells(family: Family, configs: list[str], yes: str) -> tuple[str, ...]:
         *classes,
         yes if family.vision else "",
     )
+
+
+def draft_rows(language: str) -> list[str]:
+    """Return the rows of the table of conventions."""
+    number = ("en", "zh").index(language)
+    rows = []
+    for engine, convention in CONVENTIONS.items():
+        for name, family in FAMILIES.items():
+            known = convention(family)
+            if known is None:
+                continue
+            fed = known.drafting
+            values = (
+                known.heads,
+                "before norm" if fed.takes_before_norm else "after norm",
+                "before norm" if fed.recycles_before_norm else "after norm",
+                "zeros" if fed.zeroes_first_embedding else "kept",
+                _projection(family),
+            )
+            rows.append(_line((engine, f"`{name}`", f"`{known.draft}`", *(WORDS[value][number] for value in values))))
+    return rows
+
+
+def _projection(family: Family) -> str:
+    """Return the inputs of a head's projection, in the order of its columns in the family's files."""
+    frame = family.mtp.frame_rows({"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 4}, 0)
+    (row,) = [row for row in frame if row.mcore.endswith("eh_proj.weight")]
+    # megatron-core's order is [embedding, hidden]
+    return "hidden, embedding" if isinstance(row.join, SwapHalves) else "embedding, hidden"
 
 
 def _line(cells: tuple[str, ...]) -> str:

@@ -20,6 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from swiftlite.families import FAMILIES
+
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = """\
 {%- for message in messages %}
@@ -35,27 +37,6 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-FAMILIES = (
-    *(
-        "llama",
-        "mistral",
-        "exaone4",
-        "gemma3_text",
-        "granite",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "seed_oss",
-        "smollm3",
-        "mimo",
-    ),
-    *("ernie4_5_moe", "gpt_oss", "mimo_v2_flash", "minimax_m2"),  # with experts
-    *("qwen2_moe", "qwen3_moe", "glm4_moe", "hy_v3", "step3p5"),
-    *("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),  # with latent attention
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
-)
 # transformers has no MiMo classes. MiMo's block is that of Qwen2, and a checkpoint contains its classes (MIMO_CODE).
 MODEL_TYPES = {"mimo": "qwen2"}
 EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -85,6 +66,7 @@ LINEAR = {
     "partial_rotary_factor": 0.5,
 }
 WITH_SHARED = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 128}
+# Families without an entry have the settings of `Family.tiny`.
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": WITH_SHARED | {"norm_topk_prob": False},
     "qwen3_moe": EXPERTS | {"num_experts": 8},
@@ -153,7 +135,6 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "use_moe_router_bias": True,
         "zero_centered": True,
     },
-    "mistral": {"sliding_window": None},
     "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3_text": {
         "sliding_window_pattern": 2,
@@ -163,12 +144,6 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "olmo3": {"sliding_window": 16},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
-    "granite": {
-        "attention_multiplier": 1 / 64,
-        "embedding_multiplier": 12.0,
-        "logits_scaling": 8.0,
-        "residual_multiplier": 0.22,
-    },
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": WITH_SHARED | LINEAR,
@@ -247,6 +222,8 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
     }
     if family in OWN_SIZES:
         values |= {"moe_intermediate_size": args.hidden_size, **OWN_SIZES[family]}
+    else:
+        values |= FAMILIES[family].tiny
     if family == "olmo3":
         values["layer_types"] = [("sliding_attention", "full_attention")[n % 2] for n in range(args.num_layers)]
     if family == "mimo_v2_flash":
@@ -393,7 +370,9 @@ def step3p5_as_published(config: dict[str, Any], num_layers: int, depth: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3")
+    parser.add_argument(
+        "--family", choices=[name for name, family in FAMILIES.items() if family.vision is None], default="qwen3"
+    )
     parser.add_argument("--hidden_size", type=int, default=256, help="a multiple of 64 (default: 256)")
     parser.add_argument("--num_layers", type=int, default=4, help="decoder layers (default: 4)")
     parser.add_argument("--vocab_size", type=int, default=4096, help="entries of the tokenizer (default: 4096)")

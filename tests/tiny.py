@@ -13,62 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
-    Exaone4Config,
-    Exaone4ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    HYV3Config,
-    HYV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiMoV2FlashConfig,
-    MiMoV2FlashForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
 )
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -79,249 +35,31 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 
 from swiftlite.engines.transformers.step3p5 import Step3p5ForCausalLM
+from swiftlite.families import FAMILIES
+from swiftlite.families.serving.index import CONVENTIONS
 
-# transformers has no MiMo: its trunk is Qwen2's.
-CLASSES: dict[str, tuple[type, type]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+# transformers has no MiMo: its trunk is Qwen2's. Of wrappers, these are the classes of the language model.
+_OWN_CLASSES: dict[str, tuple[type, type]] = {
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
-    # Of the wrappers the language model.
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "ernie4_5_moe": (Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM),
-    "exaone4": (Exaone4Config, Exaone4ForCausalLM),
-    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
-    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "granite": (GraniteConfig, GraniteForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "hy_v3": (HYV3Config, HYV3ForCausalLM),
-    "mimo_v2_flash": (MiMoV2FlashConfig, MiMoV2FlashForCausalLM),
-    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "step3p5": (Step3p7TextConfig, Step3p5ForCausalLM),
 }
-# What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-# Two value heads to each of two key heads.
-LINEAR: dict[str, Any] = {
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "partial_rotary_factor": 0.25,
-    "rope_theta": 10000.0,
-}
-OF_QWEN3_5 = LINEAR | {"mtp_num_hidden_layers": 0}
-WITH_SHARED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
-OWN_SIZES: dict[str, dict[str, Any]] = {
-    # The first layer is dense, the second is not.
-    "ernie4_5_moe": {
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_intermediate_size": 32,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "rope_theta": 10000.0,
-        "num_nextn_predict_layers": 0,
-    },
-    "exaone4": {"sliding_window": 8, "sliding_window_pattern": 2},
-    "gemma3_text": {
-        "sliding_window_pattern": 2,
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 48,
-    },
-    "qwen2_moe": WITH_SHARED | {"norm_topk_prob": False},
-    "qwen3_moe": EXPERTS | {"num_experts": 4},
-    "glm4_moe": EXPERTS
-    | {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 10000.0,
-        "num_nextn_predict_layers": 0,
-    },
-    # Both choices are real: one of two groups, and two of its four experts. Value heads are smaller than key heads.
-    "deepseek_v3": EXPERTS
-    | {
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",  # these three are for vLLM and SGLang
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "rope_theta": 10000.0,
-        },
-        "num_nextn_predict_layers": 0,
-    },
-    "glm4_moe_lite": EXPERTS
-    | {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.8,
-        "topk_method": "noaux_tc",
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 20,
-        "rope_theta": 10000.0,
-        "num_nextn_predict_layers": 0,
-    },
-    "hy_v3": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "num_shared_experts": 1,
-        "router_scaling_factor": 1.5,
-        "rope_theta": 10000.0,
-        "first_k_dense_replace": 1,  # from here on for engines
-        "expert_hidden_dim": 32,
-        "qk_norm": True,
-        "route_norm": True,
-        "num_nextn_predict_layers": 0,
-    },
-    # `mimo_v2_flash` adds what depends on other sizes.
-    "mimo_v2_flash": EXPERTS
-    | {
-        "n_routed_experts": 4,
-        "attention_value_scale": 0.7,
-        "sliding_window": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
-        },
-        "partial_rotary_factor": 0.5,  # from here on for engines
-        "rope_theta": 50000.0,
-        "swa_rope_theta": 1000.0,
-        "layernorm_epsilon": 1e-5,
-        "sliding_window_size": 8,
-        "add_swa_attention_sink_bias": True,
-        "n_shared_experts": None,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
-    },
-    # Half of each head is rotary. The MTP modules of config.json were not published.
-    "minimax_m2": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rotary_dim": 16,
-        "rope_theta": 10000.0,
-        "num_mtp_modules": 3,
-        "scoring_func": "sigmoid",  # from here on for engines
-        "use_qk_norm": True,
-        "use_routing_bias": True,
-    },
-    "mistral": {"sliding_window": None},
-    # Published with 0.1 of both: what tests train with transformers' layers would be noise.
-    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 64,
-            "rope_theta": 150000.0,
-        },
-    },
-    "granite": {
-        "attention_multiplier": 0.25,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.5,
-    },
-    "olmo3": {
-        "sliding_window": 8,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "original_max_position_embeddings": 64,
-                "rope_theta": 500000.0,
-            }
-        },
-    },
-    "smollm3": {"no_rope_layer_interval": 2},
-    # vLLM does not support a single key-value head.
-    "step3p5": {
-        "num_key_value_heads": 2,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "share_expert_dim": 32,
-        "moe_router_scaling_factor": 1.5,
-        "sliding_window": 8,
-        "pad_token_id": 0,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "llama3",
-                "factor": 2.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 32.0,
-                "original_max_position_embeddings": 64,
-                "rope_theta": 5000000.0,
-                "partial_rotary_factor": 0.5,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-        },
-    },
-    "qwen3_next": WITH_SHARED | LINEAR,
-    "qwen3_5": OF_QWEN3_5,
-    "qwen3_5_text": OF_QWEN3_5,
-    "qwen3_5_moe": WITH_SHARED | OF_QWEN3_5,
-    "qwen3_5_moe_text": WITH_SHARED | OF_QWEN3_5,
-}
-INDEXER: dict[str, Any] = {"index_topk": 2048, "index_n_heads": 3, "index_head_dim": 16}
-OWN_SIZES["deepseek_v32"] = OWN_SIZES["deepseek_v3"] | INDEXER
-OWN_SIZES["glm_moe_dsa"] = OWN_SIZES["deepseek_v32"] | {
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
+
+
+def _classes_of(family: str) -> tuple[type, type]:
+    """Return transformers' classes of a family's config and model."""
+    if family in _OWN_CLASSES:
+        return _OWN_CLASSES[family]
+    config_class = CONFIG_MAPPING[family]
+    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+
+CLASSES = {family: _classes_of(family) for family in FAMILIES}
+OWN_SIZES = {name: dict(family.tiny) for name, family in FAMILIES.items() if family.tiny}
+"""Settings of tiny models of these families, in addition to the sizes of all families."""
 DSA = ("deepseek_v32", "glm_moe_dsa")
 """Families with indexers. vLLM and SGLang compute them on GPUs only."""
 LATENT = ("deepseek_v3", "glm4_moe_lite", *DSA)
@@ -336,29 +74,13 @@ KIND_OF_HEADS: dict[str, str] = {
     **dict.fromkeys(("mimo_v2_flash", "step3p5"), "sliding_attention"),
 }
 """Of families with several rotary embeddings, the kind of layer with that of the heads, by transformers' name."""
-ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
-"""Families whose heads SGLang and llama.cpp cannot use for drafting."""
 CANNOT_DRAFT = {
-    "sglang": ONLY_IN_VLLM,
-    "llamacpp": (
-        *ONLY_IN_VLLM,
-        *DSA,
-        "ernie4_5_moe",
-        "exaone4",
-        "gemma3_text",
-        "gpt_oss",
-        "granite",
-        "mimo_v2_flash",
-        "minimax_m2",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "qwen2_moe",
-        "smollm3",
-        "step3p5",
-    ),
+    engine: tuple(name for name, family in FAMILIES.items() if convention(family) is None)
+    for engine, convention in CONVENTIONS.items()
 }
 """Families whose heads an engine cannot use for drafting."""
+ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
+"""Families whose heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that slow tests omit, because their layers are those of Qwen3-Next and their names those of Qwen3.5."""

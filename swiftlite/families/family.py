@@ -81,6 +81,7 @@ class Family:
         norm_start: initial weight of norms: 1, or 0 if norms multiply by 1 + weight.
         numbers_by_layer: lowest and highest number in lists of config.json with a number for each layer, by key.
         serving: how engines run the family.
+        tiny: settings of a tiny model in addition to the sizes of all families, for tests and scripts.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Family:
     renamed: "Family | None" = None
     numbers_by_layer: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     serving: Serving = field(default_factory=Serving)
+    tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def with_images(self, hf_config: HfConfig) -> "Family":
         """Return the family of a run whose rows have images: it computes the vision tower, instead of copying it.

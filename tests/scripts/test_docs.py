@@ -10,12 +10,8 @@ import pytest
 import yaml
 
 from swiftlite.args.docs import options
-from swiftlite.bridge.join import SwapHalves
 from swiftlite.cli.installed import TESTED
 from swiftlite.cli.table import find
-from swiftlite.engines.index import ENGINES
-from swiftlite.families import FAMILIES, Family
-from tests.tiny import CANNOT_DRAFT
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
@@ -60,61 +56,6 @@ def test_the_releases_it_was_run_with(language):
     first = next(number for number, line in enumerate(lines) if line.startswith("| Python |")) + 2
     shown = [line for line in lines[first : first + len(TESTED) + 1] if line]
     assert shown == [f"| {' | '.join(value or '-' for value in row)} |" for row in TESTED]
-
-
-# The words of the table of conventions in docs/*/serving.md.
-WORDS = {
-    "each": ("head *k*", "第 *k* 个头"),
-    "first": ("the first head, for every token", "第一个头，每一步"),
-    "last": ("the last head, for every token", "最后一个头，每一步"),
-    "one": ("more than one head is refused", "多于一个就拒绝"),
-    "before norm": ("before the final norm", "归一化之前"),
-    "after norm": ("after the final norm", "归一化之后"),
-    "zeros": ("zeros", "置零"),
-    "kept": ("the embedding", "保留"),
-    "embedding, hidden": ("embedding, state", "嵌入，状态"),
-    "hidden, embedding": ("state, embedding", "状态，嵌入"),
-}
-
-
-def convention_rows(language: str) -> list[str]:
-    """Return the table of conventions in docs/*/serving.md as the code defines it."""
-    number = ("en", "zh").index(language)
-    rows = []
-    for engine, info in ENGINES.items():
-        for name, family in FAMILIES.items():
-            if name in CANNOT_DRAFT.get(engine, ()):
-                continue
-            line = info.convention_for(family)
-            fed = line.drafting
-            values = [
-                line.heads,
-                "before norm" if fed.takes_before_norm else "after norm",
-                "before norm" if fed.recycles_before_norm else "after norm",
-                "zeros" if fed.zeroes_first_embedding else "kept",
-                projection(family),
-            ]
-            cells = [engine, f"`{name}`", f"`{line.draft}`", *(WORDS[value][number] for value in values)]
-            rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def projection(family: Family) -> str:
-    """Return the inputs of a head's projection, in the order of its columns in the family's files."""
-    frame = family.mtp.frame_rows({"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 4}, 0)
-    (row,) = [row for row in frame if row.mcore.endswith("eh_proj.weight")]
-    # megatron-core's order is [embedding, hidden]
-    return "hidden, embedding" if isinstance(row.join, SwapHalves) else "embedding, hidden"
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_what_engines_do_with_the_heads(language):
-    lines = (ROOT / "docs" / language / "serving.md").read_text(encoding="utf-8").splitlines()
-    shown = [line for line in lines if line.startswith(tuple(f"| {engine} |" for engine in ENGINES))]
-    expected = convention_rows(language)
-    missing, wrong = set(expected) - set(shown), set(shown) - set(expected)
-    assert not missing | wrong, "\n".join(["add:", *sorted(missing), "remove:", *sorted(wrong)])
-    assert len(shown) == len(expected)
 
 
 def test_both_languages_have_the_same_pages():

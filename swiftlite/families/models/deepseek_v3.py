@@ -89,4 +89,33 @@ DEEPSEEK_V3 = Family(
         sglang=Convention("DeepseekV3ForCausalLMNextN", "one", block=sglang.DECODER),
         llamacpp="deepseek2",
     ),
+    # Both choices are real: one of two groups, and two of its four experts. Value heads are smaller than key heads.
+    tiny={
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",  # these three are for vLLM and SGLang
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "rope_theta": 10000.0,
+        },
+        "num_nextn_predict_layers": 0,
+    },
 )

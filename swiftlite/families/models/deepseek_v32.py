@@ -90,4 +90,5 @@ DEEPSEEK_V32 = Family(
         vllm=vllm.next_layer("DeepseekV32MTP"),
         sglang=Convention("DeepseekV3ForCausalLMNextN", "one", block=sglang.DECODER),
     ),
+    tiny={**deepseek_v3.DEEPSEEK_V3.tiny, "index_topk": 2048, "index_n_heads": 3, "index_head_dim": 16},
 )

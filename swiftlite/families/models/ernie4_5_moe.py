@@ -129,4 +129,13 @@ ERNIE4_5_MOE = Family(
             block="model.mtp_block.",
         ),
     ),
+    tiny={
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,  # the first layer is dense
+        "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 0,
+    },
 )

@@ -85,4 +85,5 @@ EXAONE4 = Family(
         vllm=vllm.plugin(PluginClasses("Exaone4ForCausalLM", trunk="exaone4:Exaone4ForCausalLM")),
         sglang=sglang.plugin(PluginClasses("Exaone4ForCausalLM", layer="Exaone4Layer"), needs_gpu_backend=True),
     ),
+    tiny={"sliding_window": 8, "sliding_window_pattern": 2},
 )

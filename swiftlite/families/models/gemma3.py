@@ -74,4 +74,5 @@ GEMMA3_TEXT = Family(
         vllm=vllm.plugin(PluginClasses("Gemma3ForCausalLM", trunk="gemma3:Gemma3ForCausalLM")),
         sglang=sglang.plugin(PluginClasses("Gemma3ForCausalLM")),
     ),
+    tiny={"sliding_window_pattern": 2, "sliding_window": 8, "query_pre_attn_scalar": 48},
 )

@@ -39,4 +39,18 @@ GLM4_MOE = Family(
         sglang=Convention("Glm4MoeForCausalLMNextN", "one", block=sglang.DECODER),
         llamacpp="glm4moe",
     ),
+    tiny={
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 0,
+    },
 )

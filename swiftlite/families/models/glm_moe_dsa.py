@@ -25,4 +25,10 @@ GLM_MOE_DSA = Family(
         vllm=vllm.next_layer("DeepseekV32MTP"),
         sglang=Convention("GlmMoeDsaForCausalLMNextN", "one", block=sglang.DECODER),
     ),
+    tiny={
+        **deepseek_v32.DEEPSEEK_V32.tiny,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 )

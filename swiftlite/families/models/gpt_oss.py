@@ -121,4 +121,18 @@ GPT_OSS = Family(
         vllm=vllm.plugin(_CLASSES),
         sglang=sglang.plugin(_CLASSES),
     ),
+    tiny={
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 150000.0,
+        },
+    },
 )

@@ -47,4 +47,10 @@ GRANITE = Family(
         vllm=vllm.plugin(_CLASSES),
         sglang=sglang.plugin(replace(_CLASSES, trunk_base="SharingTrunk")),
     ),
+    tiny={
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+    },
 )

@@ -89,4 +89,17 @@ HY_V3 = Family(
         sglang=Convention("HYV3ForCausalLMNextN", "first", block=sglang.DECODER),
         llamacpp="hy_v3",
     ),
+    tiny={
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_shared_experts": 1,
+        "router_scaling_factor": 1.5,
+        "rope_theta": 10000.0,
+        "first_k_dense_replace": 1,  # from here on for engines
+        "expert_hidden_dim": 32,
+        "qk_norm": True,
+        "route_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
 )

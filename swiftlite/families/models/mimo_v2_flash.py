@@ -232,4 +232,27 @@ MIMO_V2_FLASH = Family(
         # With windows, a second draft fails on a CPU; on GPUs it was not measured.
         sglang=Convention("MiMoV2MTP", "first", drafts_once=True, block=sglang.DECODER),
     ),
+    tiny={
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "n_routed_experts": 4,
+        "attention_value_scale": 0.7,
+        "sliding_window": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+        "partial_rotary_factor": 0.5,  # from here on for engines
+        "rope_theta": 50000.0,
+        "swa_rope_theta": 1000.0,
+        "layernorm_epsilon": 1e-05,
+        "sliding_window_size": 8,
+        "add_swa_attention_sink_bias": True,
+        "n_shared_experts": None,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    },
 )

@@ -105,4 +105,14 @@ MINIMAX_M2 = Family(
         ),
         sglang=sglang.plugin(PluginClasses("MiniMaxM2ForCausalLM")),
     ),
+    tiny={
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "rope_theta": 10000.0,
+        "num_mtp_modules": 3,  # of config.json; they were not published
+        "scoring_func": "sigmoid",  # from here on for engines
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
 )

@@ -39,4 +39,5 @@ MISTRAL = Family(
         ),
         llamacpp="glm4moe",
     ),
+    tiny={"sliding_window": None},
 )

@@ -74,4 +74,15 @@ OLMO3 = Family(
         vllm=vllm.plugin(PluginClasses("Olmo3ForCausalLM", trunk=vllm.TRANSFORMERS, draft_base="Olmo2MTPModel")),
         sglang=sglang.plugin(PluginClasses("Olmo2ForCausalLM", layer="Olmo2Layer")),
     ),
+    tiny={
+        "sliding_window": 8,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 500000.0,
+            }
+        },
+    },
 )

@@ -58,4 +58,11 @@ QWEN2_MOE = Family(
         vllm=vllm.plugin(PluginClasses("Qwen2MoeForCausalLM", trunk="qwen2_moe:Qwen2MoeForCausalLM")),
         sglang=sglang.plugin(PluginClasses("Qwen2MoeForCausalLM")),
     ),
+    tiny={
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": False,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+    },
 )

@@ -96,4 +96,10 @@ QWEN3_MOE = Family(
         sglang=Convention("Qwen3MoeForCausalLMMTP", "first", block=sglang.FIRST_LAYER),
         llamacpp="hy_v3",
     ),
+    tiny={
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+    },
 )

@@ -111,4 +111,18 @@ QWEN3_NEXT = Family(
         sglang=Convention("Qwen3NextForCausalLMMTP", "one", block=sglang.FIRST_LAYER),
         llamacpp="qwen3next",
     ),
+    tiny={
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000.0,
+    },
 )

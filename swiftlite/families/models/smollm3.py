@@ -68,4 +68,5 @@ SMOLLM3 = Family(
         vllm=vllm.plugin(PluginClasses("SmolLM3ForCausalLM", trunk=vllm.TRANSFORMERS)),
         sglang=sglang.plugin(PluginClasses("SmolLM3ForCausalLM")),
     ),
+    tiny={"no_rope_layer_interval": 2},
 )

@@ -333,4 +333,26 @@ STEP3P5 = Family(
         ),
         transformers="swiftlite.engines.transformers.step3p5:trunk_of",
     ),
+    tiny={
+        "num_key_value_heads": 2,  # vLLM does not support a single one
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "share_expert_dim": 32,
+        "moe_router_scaling_factor": 1.5,
+        "sliding_window": 8,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 5000000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+    },
 )
