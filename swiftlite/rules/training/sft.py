@@ -42,6 +42,10 @@ from swiftlite.rules.training import (
 )
 from swiftlite.runtime.environment import sees_gpu
 
+NO_HEADS = "the model has no MTP layers"
+Idle = dict[str, tuple[bool, str]]
+"""For options by name: whether they have no effect, and why."""
+
 
 def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if packing_of(args) == "step":
@@ -118,7 +122,56 @@ def min_lr_is_below_lr(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect because of another option or the model."""
-    no_heads = (heads_of(args, facts.heads).layers == 0, "the model has no MTP layers")
+    idle = _idle_of_heads(args, facts) | _idle_of_held_out_rows(args, facts) | _idle_of_rows(args)
+    idle |= _idle_of_processes(args, facts)
+    not_full = (args.recompute_granularity != "full", "--recompute_granularity is not full")
+    architecture = facts.architecture
+    no_experts = (architecture is not None and not architecture.has_experts, "the model has no experts")
+    not_profiled = (not args.profile_steps, "--profile_steps is not given")
+    idle |= {
+        "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
+        "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
+        "recompute_method": not_full,
+        "recompute_num_layers": not_full,
+        "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
+        "moe_aux_loss_coeff": no_experts,
+        "moe_router_bias_update_rate": no_experts,
+        "vit_lr": (args.freeze_vit, "--freeze_vit is true"),
+        "vit_gradient_checkpointing": (args.freeze_vit, "--freeze_vit is true"),
+        "aligner_lr": (args.freeze_aligner, "--freeze_aligner is true"),
+        "stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given"),
+        "profile_kind": not_profiled,
+        "profile_ranks": not_profiled,
+    }
+    yield from common.without_effect(args, idle)
+
+
+def _idle_of_heads(args: SftArgs, facts: Facts) -> Idle:
+    no_heads = (_has_no_heads(args, facts), NO_HEADS)
+    names = (
+        "mtp_loss_scaling_factor",
+        "mtp_loss",
+        "mtp_clip_grad",
+        "mtp_unroll",
+        "draft_for",
+        "mtp_tuner",
+        "draft_vocab",
+    )
+    return dict.fromkeys(names, no_heads) | {
+        "clip_grad": (
+            args.mtp_mode == "heads_only" and args.mtp_clip_grad is not None,
+            "only heads are trained, and --mtp_clip_grad clips them",
+        ),
+        "mtp_unroll_beta": (args.mtp_unroll == 1, "--mtp_unroll is 1"),
+        "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
+    }
+
+
+def _has_no_heads(args: SftArgs, facts: Facts) -> bool:
+    return heads_of(args, facts.heads).layers == 0
+
+
+def _idle_of_held_out_rows(args: SftArgs, facts: Facts) -> Idle:
     streamed_or_mock = FLAG
     if args.streaming:
         streamed_or_mock = "--streaming"
@@ -131,51 +184,32 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         why = "--split_dataset_ratio is 0"
     nothing_held_out = (not holds_out(args), f"nothing is held out: {why}")
     unmeasured = nothing_held_out
-    if no_heads[0]:
-        unmeasured = no_heads
+    if _has_no_heads(args, facts):
+        unmeasured = (True, NO_HEADS)
     is_measured = args.acceptance_samples > 0
-    not_full = (args.recompute_granularity != "full", "--recompute_granularity is not full")
-    architecture = facts.architecture
-    no_experts = (architecture is not None and not architecture.has_experts, "the model has no experts")
-    idle = {
+    return {
         "split_dataset_ratio": not_split,
-        "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
-        "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
-        "mtp_loss_scaling_factor": no_heads,
-        "mtp_loss": no_heads,
-        "mtp_clip_grad": no_heads,
-        "clip_grad": (
-            args.mtp_mode == "heads_only" and args.mtp_clip_grad is not None,
-            "only heads are trained, and --mtp_clip_grad clips them",
-        ),
-        "mtp_unroll": no_heads,
-        "draft_for": no_heads,
-        "mtp_tuner": no_heads,
-        "draft_vocab": no_heads,
-        "mtp_unroll_beta": (args.mtp_unroll == 1, "--mtp_unroll is 1"),
-        "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
         "eval_steps": nothing_held_out,
         "eval_iters": nothing_held_out,
         "acceptance_samples": (is_measured and unmeasured[0], unmeasured[1]),
+        "acceptance_max_new_tokens": (not is_measured, "--acceptance_samples is 0"),
+    }
+
+
+def _idle_of_rows(args: SftArgs) -> Idle:
+    return {
         "micro_batch_size": (packing_of(args) == "step", "--packing_length determines the micro-batches"),
         "packing_length": (not args.packing, "--packing is not given"),
         "padding_free": (args.packing, "--packing leaves no padding"),
         "streaming_buffer_size": (not args.streaming, "--streaming is not given"),
         "dataset_shuffle": (args.streaming, "--streaming reads files in order"),
         "dataset_num_proc": (args.streaming, "--streaming tokenizes during training"),
-        "recompute_method": not_full,
-        "recompute_num_layers": not_full,
-        "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
-        "moe_aux_loss_coeff": no_experts,
-        "moe_router_bias_update_rate": no_experts,
-        "vit_lr": (args.freeze_vit, "--freeze_vit is true"),
-        "vit_gradient_checkpointing": (args.freeze_vit, "--freeze_vit is true"),
-        "aligner_lr": (args.freeze_aligner, "--freeze_aligner is true"),
-        "stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given"),
-        "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
+
+
+def _idle_of_processes(args: SftArgs, facts: Facts) -> Idle:
     distributed = sft_communication.distributed_in(args, facts)
-    idle |= {
+    return {
         "ddp_bucket_size": (not distributed.overlap_grad_reduce, "--overlap_grad_reduce is not true"),
         "ddp_pad_buckets_for_high_nccl_busbw": (
             not distributed.use_distributed_optimizer,
@@ -187,9 +221,6 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         ),
         "nccl_ub": (facts.world_size == 1, "there is one process"),
     }
-    not_profiled = (not args.profile_steps, "--profile_steps is not given")
-    idle |= {"profile_kind": not_profiled, "profile_ranks": not_profiled}
-    yield from common.without_effect(args, idle)
 
 
 RULES = (
