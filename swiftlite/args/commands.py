@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftlite.args import fields, rl_fields
-from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, PositiveFloat, PositiveInt
+from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -255,44 +255,46 @@ class ExaminationArgs:
     print what is known of its classes."""
     trust_remote_code: bool = False
     """With --engine: allow running Python files from the directory of the model."""
-    plan: bool = False
-    """Instead of validating --model, estimate the memory of training it on each rank with the options below, and
-    whether it fits. Without --model: which sizes of Qwen3 fit on one GPU, for several kinds of runs."""
-    num_gpus: PositiveInt | None = None
-    """Number of GPUs. Default: the minimum of the layout."""
-    gpu_type: str | None = None
-    """GPU model, such as H100: rank the layouts that fit on --num_gpus of these by estimated speed, keeping the sizes
-    that are set. Default: plan only the given layout."""
-    global_batch_size: PositiveInt | None = None
-    """With --gpu_type: number of samples per optimizer step. Default: 16."""
-    gpu_memory_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB (1e9 bytes). Default: that of --gpu_type, or 80."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the parameters of the planned run, or of the engine."""
-    loss_type: fields.PreferenceLoss | None = None
-    """With --plan: plan megatron dpo with this loss and its reference model. Default: plan megatron sft."""
+    """With --engine: dtype of the parameters."""
 
 
 @dataclass(frozen=True)
-class DoctorArgs(
-    fields.RecomputeArgs,
-    fields.PrecisionArgs,
-    fields.MicroBatchArgs,
-    fields.OptimizerShareArgs,
-    fields.ParallelLayout,
-    fields.ReferenceModelArgs,
-    fields.RowLengthArgs,
-    fields.AdapterShapeArgs,
-    fields.WaitingStatesArgs,
-    fields.HeadShapeArgs,
-    fields.VisionPartsArgs,
-    fields.PlannedImagesArgs,
-    rl_fields.PlannedRolloutsArgs,
-    fields.VllmArgs,
-    fields.SpeculationArgs,
-    ExaminationArgs,
-):
+class PlanArgs:
+    """Plan of a run"""
+
+    plan: bool = False
+    """Instead of validating --model, estimate the memory of training it on each rank, and whether it fits. All options
+    of megatron sft apply. An option of another training command plans that command: --loss_type of megatron dpo,
+    --max_completion_length of grpo, --teacher_model without it of gkd. Without --model: which sizes of Qwen3 fit on one
+    GPU, for several kinds of runs."""
+    num_gpus: PositiveInt | None = None
+    """With --plan: number of GPUs. Default: the minimum of the layout."""
+    gpu_type: str | None = None
+    """With --plan: GPU model, such as H100: rank the layouts that fit on --num_gpus of these by estimated speed,
+    keeping the sizes that are set. Default: plan only the given layout."""
+    gpu_memory_gb: PositiveFloat | None = None
+    """With --plan: memory of one GPU in GB (1e9 bytes). Default: that of --gpu_type, or 80."""
+    images_per_row: NonNegativeInt = 0
+    """With --plan: number of images of each row, with --max_pixels pixels each, by default the maximum of the model."""
+
+
+@dataclass(frozen=True)
+class DoctorArgs(fields.VllmArgs, fields.SpeculationArgs, PlanArgs, ExaminationArgs):
     """Check the environment, validate a model, also with an engine (--engine), and plan memory and layouts (--plan)."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The options of `doctor --plan`.
+
+    Attributes:
+        own: options of doctor.
+        run: options of the planned run.
+    """
+
+    own: PlanArgs
+    run: SftArgs
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class ModelArgs:
 
 
 @dataclass(frozen=True)
-class HeadShapeArgs:
+class MtpArgs:
     """Multi-Token Prediction"""
 
     mtp_num_layers: bounds.MtpDepth | None = None
@@ -54,21 +54,9 @@ class HeadShapeArgs:
     draft_vocab: bounds.NonNegativeInt | None = None
     """Size of the draft vocabulary: heads draft only the most frequent tokens in the answers of --dataset, and compute
     no other logits, in training and in engines. 0: the whole vocabulary. Default: that of the checkpoint."""
-
-
-@dataclass(frozen=True)
-class WaitingStatesArgs:
-    """Multi-Token Prediction"""
-
     stream_trunk_gb: bounds.PositiveFloat = 4.0
     """With --stream_trunk: memory of each rank for hidden states that wait between layers, in GB. The trunk is read
     once for each group of rows whose states fit."""
-
-
-@dataclass(frozen=True)
-class MtpArgs(WaitingStatesArgs, HeadShapeArgs):
-    """Multi-Token Prediction"""
-
     mtp_init: MtpInit | None = None
     """Initial weights of the heads: checkpoint; random; copy_last_layer: a copy of the last decoder layer;
     fit_last_layer: the same copy with a projection and an MLP fitted to training rows; graft: the heads of
@@ -101,7 +89,7 @@ class MtpArgs(WaitingStatesArgs, HeadShapeArgs):
 
 
 @dataclass(frozen=True)
-class AdapterShapeArgs:
+class LoraArgs:
     """Low-rank adapters (LoRA)"""
 
     tuner_type: TunerType = "full"
@@ -119,12 +107,6 @@ class AdapterShapeArgs:
     mtp_tuner: MtpTuner | None = None
     """How MTP heads are trained with --tuner_type lora. full: all parameters. lora: adapters. frozen: not trained.
     Default: lora for heads of the checkpoint, full for new ones."""
-
-
-@dataclass(frozen=True)
-class LoraArgs(AdapterShapeArgs):
-    """Low-rank adapters (LoRA)"""
-
     lora_alpha: bounds.PositiveFloat = 32.0
     """Scale of the adapters: their output is multiplied by this number / --lora_rank."""
     lora_dropout: bounds.ProperFraction = 0.0
@@ -144,17 +126,11 @@ class AdapterArgs:
 
 
 @dataclass(frozen=True)
-class RowLengthArgs:
+class DataArgs:
     """Data"""
 
     max_length: bounds.Length = 2048
     """Maximum length of a sample in tokens; see --truncation_strategy for longer ones."""
-
-
-@dataclass(frozen=True)
-class DataArgs(RowLengthArgs):
-    """Data"""
-
     dataset: list[str] = field(default_factory=list)
     """Files (.jsonl, .json, .parquet, .csv, .txt) or datasets on the hub (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME
     means the train split of main). The suffix #500 selects a random sample of 500 rows. Rows of several datasets are
@@ -192,27 +168,12 @@ class ImageFileArgs:
 
 
 @dataclass(frozen=True)
-class MaxPixelsArgs:
+class ImageArgs(ImageFileArgs):
     """Images"""
 
     max_pixels: bounds.PositiveInt | None = None
     """Maximum number of pixels of an image; larger images are resized. Default: that of the model's
     preprocessor_config.json."""
-
-
-@dataclass(frozen=True)
-class PlannedImagesArgs(MaxPixelsArgs):
-    """Images"""
-
-    images_per_row: bounds.NonNegativeInt = 0
-    """Number of images of each row, with --max_pixels pixels each, by default the maximum of the model (with
-    --plan)."""
-
-
-@dataclass(frozen=True)
-class ImageArgs(MaxPixelsArgs, ImageFileArgs):
-    """Images"""
-
     min_pixels: bounds.PositiveInt | None = None
     """Minimum number of pixels of an image; smaller images are resized. Default: that of the model's
     preprocessor_config.json."""
@@ -259,7 +220,7 @@ class DocumentArgs:
 
 
 @dataclass(frozen=True)
-class ReferenceModelArgs:
+class PreferenceArgs:
     """Preferences"""
 
     ref_model: str | None = None
@@ -268,12 +229,6 @@ class ReferenceModelArgs:
     """Tensor-parallel size of the reference model. Default: --tensor_model_parallel_size."""
     ref_pipeline_model_parallel_size: bounds.PositiveInt | None = None
     """Pipeline-parallel size of the reference model. Default: --pipeline_model_parallel_size."""
-
-
-@dataclass(frozen=True)
-class PreferenceArgs(ReferenceModelArgs):
-    """Preferences"""
-
     loss_type: PreferenceLoss = "sigmoid"
     """Preference loss, by TRL's names. sigmoid: DPO. hinge, ipo, robust, apo_zero, apo_down: variants of DPO. simpo (as
     in TRL's CPO), orpo: without a reference model. kto: single answers labeled good or bad."""
@@ -323,7 +278,15 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True)
-class OptimizerShareArgs:
+class TimeoutArgs:
+    """Distributed optimizer and communication"""
+
+    distributed_timeout_minutes: bounds.PositiveInt = 10
+    """Maximum time that a rank waits for another before the run ends with an error, in minutes."""
+
+
+@dataclass(frozen=True)
+class DistributedArgs(TimeoutArgs):
     """Distributed optimizer and communication"""
 
     optimizer: OptimizerName = "adamw"
@@ -343,20 +306,6 @@ class OptimizerShareArgs:
     parameter on the GPU, 16 bytes on the host, and slower steps."""
     optimizer_offload_fraction: bounds.PositiveFraction = 1.0
     """With --optimizer_cpu_offload: share of the parameters whose moments are on the host."""
-
-
-@dataclass(frozen=True)
-class TimeoutArgs:
-    """Distributed optimizer and communication"""
-
-    distributed_timeout_minutes: bounds.PositiveInt = 10
-    """Maximum time that a rank waits for another before the run ends with an error, in minutes."""
-
-
-@dataclass(frozen=True)
-class DistributedArgs(OptimizerShareArgs, TimeoutArgs):
-    """Distributed optimizer and communication"""
-
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over data-parallel ranks during the backward pass."""
     overlap_param_gather: bool | None = None
@@ -383,7 +332,7 @@ class MegatronArgs:
 
 
 @dataclass(frozen=True)
-class PrecisionArgs:
+class KernelArgs:
     """Kernels"""
 
     transformer_impl: TransformerImpl = "local"
@@ -405,12 +354,6 @@ class PrecisionArgs:
     """With --fp8_format or --fp4_format: number of first decoder layers that stay in bfloat16."""
     num_layers_at_end_in_bf16: bounds.NonNegativeInt = 1
     """With --fp8_format or --fp4_format: number of last decoder layers that stay in bfloat16."""
-
-
-@dataclass(frozen=True)
-class KernelArgs(PrecisionArgs):
-    """Kernels"""
-
     attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "te"] = "auto"
     """sdpa: torch's attention, one call per sequence. flash: one call per packed row, of flash-attn if it is installed,
     else of torch. flash3, flash4: torch's attention with the kernels of flash-attn 3 (Hopper) or 4 (Hopper, Blackwell),
@@ -457,7 +400,7 @@ class MoeArgs:
 
 
 @dataclass(frozen=True)
-class VisionPartsArgs:
+class VisionArgs:
     """Vision tower"""
 
     freeze_vit: bool = True
@@ -470,12 +413,6 @@ class VisionPartsArgs:
     """Keep the trunk of the language model unchanged; train the vision tower, the aligner and the MTP heads."""
     vit_gradient_checkpointing: bool = True
     """Recompute the activations of a trained vision tower in the backward pass, instead of storing them."""
-
-
-@dataclass(frozen=True)
-class VisionArgs(VisionPartsArgs):
-    """Vision tower"""
-
     vit_lr: bounds.PositiveFloat | None = None
     """Peak learning rate of the vision tower without its aligner. Default: --lr."""
     aligner_lr: bounds.PositiveFloat | None = None
@@ -483,17 +420,11 @@ class VisionArgs(VisionPartsArgs):
 
 
 @dataclass(frozen=True)
-class MicroBatchArgs:
+class OptimArgs:
     """Batches, optimizer and schedule"""
 
     micro_batch_size: bounds.PositiveInt = 1
     """Number of samples per forward pass on one rank."""
-
-
-@dataclass(frozen=True)
-class OptimArgs(MicroBatchArgs):
-    """Batches, optimizer and schedule"""
-
     global_batch_size: bounds.PositiveInt = 16
     """Number of samples per optimizer step over all ranks; gradients are accumulated as needed."""
     num_train_epochs: bounds.PositiveFloat = 1.0

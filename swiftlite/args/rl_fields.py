@@ -119,21 +119,6 @@ class CompletionArgs:
 
 
 @dataclass(frozen=True)
-class PlannedRolloutsArgs:
-    """Rollouts"""
-
-    max_completion_length: bounds.PositiveInt | None = None
-    """Plan megatron grpo with completions of this maximum length (with --plan)."""
-    max_batch_size: bounds.PositiveInt = 64
-    """Number of completions that the engine generates at once (with --max_completion_length)."""
-    beta: bounds.NonNegativeFloat = 0.0
-    """Weight of the KL divergence; above 0, the reference model stays in memory (with --max_completion_length)."""
-    teacher_model: str | None = None
-    """Plan megatron gkd, or with --max_completion_length megatron grpo, with this teacher, a Hugging Face model as for
-    --model (with --plan)."""
-
-
-@dataclass(frozen=True)
 class RolloutArgs(CompletionArgs):
     """Rollouts"""
 

@@ -9,46 +9,33 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.commands import DoctorArgs, PlannedRun
 from swiftlite.base.errors import UserError
 from swiftlite.base.redact import redact_text
+from swiftlite.cli import planned
 from swiftlite.cli.installed import report_installed
-from swiftlite.cli.layout_plan import report_layouts
-from swiftlite.cli.memory_plan import report_memory
-from swiftlite.cli.size_plan import report_sizes
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.hub.model import is_gguf, local_model
-from swiftlite.plan.facts import read_facts
 from swiftlite.report.table import text_table
 
 if TYPE_CHECKING:
     from swiftlite.engines.loading.load_report import LoadReport
 
 
-def run(args: DoctorArgs) -> int:
+def run(args: DoctorArgs | PlannedRun) -> int:
     """Print the report and return the exit code.
 
     The exit code is 1 if training is not possible on this machine, the model is invalid, an engine would load it
     incorrectly, or the plan does not fit.
     """
-    return int(not _report(args))
-
-
-def _report(args: DoctorArgs) -> bool:
-    """Print the report, and return whether there is no problem."""
-    if args.plan and args.gpu_type:
-        return report_layouts(args, read_facts(args))
-    if args.plan and args.model is None:
-        report_sizes(args)
-        return True
-    if args.plan:
-        return report_memory(args, read_facts(args))
+    if isinstance(args, PlannedRun):
+        return planned.run(args)
     is_well = report_installed()
     if args.model is not None:
         is_well = _report_model(args) and is_well
-    return is_well
+    return int(not is_well)
 
 
 def _report_model(args: DoctorArgs) -> bool:

@@ -6,14 +6,14 @@ import shlex
 from operator import itemgetter
 
 from swiftlite.args.command_line import shell_line
-from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.args.commands import PlanArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.base.errors import UserError
 from swiftlite.families.family import HfConfig
 from swiftlite.plan.cost import memory, timing
 from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.cost.gpus import GPUS, Gpu
-from swiftlite.plan.cost.search import DOUBLINGS, Candidate, global_batch_size, has_layout, larger, ranked
+from swiftlite.plan.cost.search import DOUBLINGS, Candidate, has_layout, larger, ranked
 from swiftlite.plan.facts import Facts
 from swiftlite.report.table import text_table
 from swiftlite.rules.common import changed
@@ -43,19 +43,22 @@ _WORDS = {
 }
 
 
-def report_layouts(args: DoctorArgs, facts: Facts) -> bool:
-    """Print the layouts; return whether any layout fits into memory."""
-    assert args.model is not None  # checked by rules
+def report_layouts(args: PlanArgs, run: SftArgs, facts: Facts) -> bool:
+    """Print the layouts; return whether any layout fits into memory.
+
+    Args:
+        run: options of the planned run.
+    """
     assert args.gpu_type is not None
     hf_config, gpu = facts.hf_config, GPUS[args.gpu_type]
     gpu_memory_gb = args.gpu_memory_gb or gpu.memory_gb
-    found = ranked(args, hf_config, gpu, gpu_memory_gb)
+    found = ranked(run, facts, gpu, gpu_memory_gb)
     if not found:
-        print(_nothing_fits(args, hf_config, gpu, gpu_memory_gb))
+        print(_nothing_fits(args, run, facts, gpu_memory_gb))
         return False
     shown = _different(found)
-    batch = f"{global_batch_size(args)} rows of {args.max_length} tokens"
-    print(f"{args.model}\nESTIMATED, not measured: steps of {batch} on {_gpus(args)}; {len(found)} layouts fit\n")
+    batch = f"{run.global_batch_size} rows of {run.max_length} tokens"
+    print(f"{run.model}\nESTIMATED, not measured: steps of {batch} on {_gpus(args)}; {len(found)} layouts fit\n")
     rows = [_row(candidate, hf_config, gpu) for candidate in shown]
     print(text_table([("tokens/s", "MFU", "GB", *_SIZES, "data", "micro-batches", "recompute"), *rows], indent="  "))
     heading = "share of the step time"
@@ -66,11 +69,11 @@ def report_layouts(args: DoctorArgs, facts: Facts) -> bool:
     step = shown[0].step
     print(f"\nfirst layout: {step.tokens_per_step} tokens in {step.seconds.total:.3f} s")
     print(text_table(_arithmetic(shown[0], gpu), indent="  "))
-    print(f"\n  swiftlite megatron sft --model {shlex.quote(shell_line(args.model))} ... {_flags(shown[0].args)}")
+    print(f"\n  swiftlite megatron sft --model {shlex.quote(shell_line(run.model))} ... {_flags(shown[0].args)}")
     return True
 
 
-def _gpus(args: DoctorArgs) -> str:
+def _gpus(args: PlanArgs) -> str:
     return f"{args.num_gpus} x {args.gpu_type}"
 
 
@@ -152,30 +155,30 @@ def _peak(candidate: Candidate, gpu: Gpu) -> str:
     return f"{text}, {low.speedup * peak:.0f} in {name},"
 
 
-def _flags(args: DoctorArgs) -> str:
+def _flags(args: SftArgs) -> str:
     """Return the options of megatron sft for this layout."""
-    shared = [name for name in options(DoctorArgs) if name in options(SftArgs)]
-    names = [name for name in changed(args, shared) if name not in ("model", "global_batch_size")]
+    names = [name for name in changed(args, options(SftArgs)) if name not in ("model", "global_batch_size")]
     flags = [f"--{name} {shell_line(getattr(args, name))}" for name in names]
-    return " ".join([*flags, f"--global_batch_size {global_batch_size(args)}"])
+    return " ".join([*flags, f"--global_batch_size {args.global_batch_size}"])
 
 
-def _nothing_fits(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> str:
+def _nothing_fits(args: PlanArgs, run: SftArgs, facts: Facts, gpu_memory_gb: float) -> str:
     """Return a text with the number of GPUs that the run requires.
 
     Raises:
         UserError: no layout of these GPUs can divide the batch evenly.
     """
-    if not has_layout(args, hf_config, gpu):
+    gpu = GPUS[str(args.gpu_type)]
+    if not has_layout(run, facts, gpu):
         raise UserError(
-            f"--global_batch_size {global_batch_size(args)} is not divisible in any layout of {_gpus(args)}",
+            f"--global_batch_size {run.global_batch_size} is not divisible in any layout of {_gpus(args)}",
             f"use a multiple of {args.num_gpus}, or set fewer sizes of the layout",
         )
     usable = memory.usable_bytes(gpu_memory_gb) / GB
     words = f"does not fit: every layout of {_gpus(args)} requires more than {usable:.1f} GB per GPU"
-    more = larger(args, hf_config, gpu, gpu_memory_gb)
+    more = larger(run, facts, gpu, gpu_memory_gb)
     if more is None:
         most = f"{1 << DOUBLINGS} times the number of GPUs"
         return f"{words}, even with {most}\n    use a smaller --max_length, or set fewer sizes of the layout"
-    flags = f"--num_gpus {more.num_gpus} --global_batch_size {more.global_batch_size}"
-    return f"{words}\n    use {flags}"
+    num_gpus, batch = more
+    return f"{words}\n    use --num_gpus {num_gpus} --global_batch_size {batch}"

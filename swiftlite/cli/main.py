@@ -15,7 +15,7 @@ from types import FrameType
 
 import swiftlite
 from swiftlite import rules
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.data_file import split_sample
 from swiftlite.base import log
 from swiftlite.base.errors import OptionError, UserError, is_of_memory, is_of_storage, reason_of
@@ -23,14 +23,14 @@ from swiftlite.base.redact import redact_text, remember
 from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.fetch import claim_checkpoint_store, fetch, fetch_checkpoint, hold_commits
 from swiftlite.cli.help import command_help, overview
+from swiftlite.cli.memory_tables import lines_of_run
 from swiftlite.cli.parse import parse
+from swiftlite.cli.planned import planned_command, separate
 from swiftlite.cli.table import Command, commands, find
-from swiftlite.families.index import FAMILIES
 from swiftlite.launch import failure, start
 from swiftlite.plan.facts import read_facts
-from swiftlite.plan.heads import heads_for_engine
-from swiftlite.plan.kernels import largest_head, this_machine
-from swiftlite.plan.run import make_plan, make_schedule, render
+from swiftlite.plan.kernels import this_machine
+from swiftlite.plan.run import make_schedule, plan_of, render
 from swiftlite.runtime.environment import SAFE_PATH, gpu_models, sees_gpu
 from swiftlite.runtime.parent import exit_with_parent
 from swiftlite.runtime.progress import num_restarts
@@ -130,7 +130,11 @@ def _run(argv: list[str]) -> int:
 
     if command.first_option and rest and not rest[0].startswith("-"):
         rest = [f"--{command.first_option}", *rest]
-    args, notes = parse(command.args_class, rest, command.words, command.choices())
+    parsed = command
+    if command.args_class is DoctorArgs:
+        parsed = planned_command(command, rest)
+    args, notes = parse(parsed.args_class, rest, parsed.words, parsed.choices())
+    args = separate(args)
     remember(asdict(args))
     processes = start.read_environment(os.environ)
     world_size = 1
@@ -245,18 +249,8 @@ def _log(notes: list[str], command: Command, processes: start.Processes) -> None
 
 
 def _dry_run(args: SftArgs, world_size: int, processes: start.Processes) -> str:
-    facts = read_facts(args, world_size)
-    checkpoint, head = facts.heads, largest_head(facts.architecture)
-    family = FAMILIES.get(str(facts.hf_config.get("model_type")))
-    heads = None
-    if family:
-        heads = heads_for_engine(args, checkpoint, family)
-    if heads and heads.layers and args.draft_vocab:
-        # The plan shows the number of draft tokens; the run selects them from its rows.
-        heads = replace(heads, draft_vocab=tuple(range(args.draft_vocab)))
-    plan = make_plan(
-        args, world_size, checkpoint, this_machine(sees_gpu()), head, heads=heads, is_quantized=facts.is_quantized
-    )
+    facts = read_facts(args, world_size, this_machine(sees_gpu()))
+    plan = plan_of(args, facts)
     schedule = None
     if not args.packing and (num_rows := _count_rows(args.dataset)):
         schedule = make_schedule(args, num_rows)
@@ -265,7 +259,8 @@ def _dry_run(args: SftArgs, world_size: int, processes: start.Processes) -> str:
         restarts = f"at most {args.max_restarts}, each after a failure"
         if processes.min_nodes < processes.nnodes:
             restarts += f"; on {', '.join(map(str, _node_counts(args, processes)))} nodes"
-    return render(args, plan, checkpoint, schedule, describe_quantization(facts.hf_config), restarts)
+    text = render(args, plan, facts.heads, schedule, describe_quantization(facts.hf_config), restarts)
+    return "\n".join([text, *lines_of_run(args, plan, facts)])
 
 
 def _count_rows(dataset: list[str]) -> int | None:

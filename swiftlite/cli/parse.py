@@ -40,12 +40,12 @@ def parse(
     if argv and not argv[0].startswith("-"):
         values, problems = values_from_file(args_class, argv[0], choices, command)
         argv = argv[1:]
-    flags, strays = _split(argv)
+    flags, strays = split(argv)
     problems += [(f"unexpected argument {stray}", "write --option value") for stray in strays]
     notes = []
     seen = set()
     for flag, texts in flags:
-        name = flag.removeprefix("--").replace("-", "_")
+        name = name_of(flag)
         if name not in known:
             problems.append((f"unknown option {flag} for swiftlite {command}", _suggest(name, known, command)))
             continue
@@ -64,7 +64,12 @@ def parse(
     return args_class(**values), notes
 
 
-def _split(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+def name_of(flag: str) -> str:
+    """Return the name of the option of a flag."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def split(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """Return (flag, its values) for each flag in order, and the arguments before the first flag."""
     flags: list[tuple[str, list[str]]] = []
     strays = []

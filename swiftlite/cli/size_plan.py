@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs
-from swiftlite.families.family import HfConfig
+from swiftlite.args.commands import SftArgs
 from swiftlite.plan.cost.memory import RESERVE, estimate, largest, usable_bytes
-from swiftlite.plan.cost.setup import planned_setup
+from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.cost.streamed_memory import estimate_streamed
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.kernels import PLANNED_MACHINE
+from swiftlite.plan.run import plan_of
 from swiftlite.report.table import text_table
 
 GB = 1e9
@@ -15,7 +17,7 @@ GPU_SIZES = (24, 80, 141)
 """Memory in GB of an RTX 4090 or L4, of an A100 or H100, and of an H200."""
 
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool = False) -> HfConfig:
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool = False) -> dict[str, Any]:
     return {
         "model_type": "qwen3",
         "hidden_size": hidden,
@@ -29,7 +31,7 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool =
     }
 
 
-QWEN3: dict[str, HfConfig] = {
+QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
     "1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
     "4B": _qwen3(2560, 9728, 36, 32, tied=True),
@@ -47,13 +49,15 @@ KINDS: dict[str, dict[str, Any]] = {
 """The kinds of runs, with the options that they add to those of the command."""
 
 
-def sizes(args: DoctorArgs) -> dict[str, dict[str, int]]:
+def sizes(args: SftArgs) -> dict[str, dict[str, int]]:
     """Return the bytes of a run on one GPU, by model and kind of run."""
     found: dict[str, dict[str, int]] = {}
     for model, hf_config in QWEN3.items():
         found[model] = {}
+        facts = Facts(1, hf_config, machine=PLANNED_MACHINE)
         for kind, options in KINDS.items():
-            setup = planned_setup(dataclasses.replace(args, **options), hf_config)
+            run = dataclasses.replace(args, **options)
+            setup = Setup.of(run, plan_of(run, facts))
             if kind.endswith("--stream_trunk"):
                 found[model][kind] = estimate_streamed(hf_config, setup).peak
             else:
@@ -61,7 +65,7 @@ def sizes(args: DoctorArgs) -> dict[str, dict[str, int]]:
     return found
 
 
-def report_sizes(args: DoctorArgs) -> None:
+def report_sizes(args: SftArgs) -> None:
     """Print the table of all models and kinds of runs."""
     rows = [("Qwen3", *KINDS)]
     for model, by_kind in sizes(args).items():

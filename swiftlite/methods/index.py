@@ -23,19 +23,8 @@ METHODS: dict[str, Method] = {
 
 
 def method_of(args: SftArgs) -> Method:
-    """Return the method of a run with these options."""
-    return method_for(type(args), args)
-
-
-def method_for(args_class: type[SftArgs], args: Any) -> Method:
-    """Return the method that a command's options select. Exactly one method of each command applies.
-
-    Args:
-        args_class: options class of the command. It can differ from the class of `args`, because `doctor --plan`
-            selects a method with its own options.
-        args: object with the options that select among the command's methods.
-    """
-    return next(method for method in METHODS.values() if method.args_class is args_class and method.applies(args))
+    """Return the method of a run with these options. Exactly one method of each command applies."""
+    return next(method for method in METHODS.values() if method.args_class is type(args) and method.applies(args))
 
 
 def training_commands() -> dict[str, Method]:

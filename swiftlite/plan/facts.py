@@ -6,10 +6,11 @@ No weights are read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs
+from swiftlite.args.commands import DoctorArgs, ExportArgs, PlannedRun
 from swiftlite.args.config import near
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
@@ -22,6 +23,8 @@ from swiftlite.hub.model import description_of, is_gguf
 from swiftlite.hub.name import model_name, models_in
 from swiftlite.methods.index import command_of_run
 from swiftlite.methods.method import Method
+from swiftlite.plan.kernels import PLANNED_MACHINE, Machine
+from swiftlite.plan.layout import layout_of, smallest_world_size
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,15 @@ class Facts:
     """Directory of the model's small files; not used without --model."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Model names and paths by option, without empty ones."""
+    machine: Machine = Machine()
+    """The machine of the run; default: a CPU."""
 
-    @property
+    @cached_property
     def architecture(self) -> Architecture | None:
         """The architecture that the family reads from config.json; None if it is incomplete."""
         return known_architecture(self.hf_config)
 
-    @property
+    @cached_property
     def heads(self) -> Heads:
         """The MTP heads in config.json."""
         return Heads.from_config(self.hf_config)
@@ -77,31 +82,31 @@ class Facts:
         return directory, read_hf_config(directory)
 
 
-def read_facts(args: Any, world_size: int = 1) -> Facts:
+def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> Facts:
     """Collect the facts for a command's rules.
 
-    The model of `export --to_hf` is a run, so it is always a directory and never a name on the hub (`reads_run`).
+    The model of `export --to_hf` is a run, so it is always a directory and never a name on the hub (`reads_run`). A
+    planned run has the GPUs of `doctor --plan`.
 
     Raises:
         UserError: --model is a name on the hub that is not available.
     """
+    if isinstance(args, PlannedRun):
+        num_gpus = args.own.num_gpus or smallest_world_size(layout_of(args.run))
+        return read_facts(args.run, num_gpus, PLANNED_MACHINE)
     names = models_in(args)
-    if "model" not in names:
-        return Facts(world_size, {}, names=names)
-    if _examines_file(args):
-        return Facts(world_size, {}, names=names)
+    if "model" not in names or _examines_file(args):
+        return Facts(world_size, {}, names=names, machine=machine)
     is_of_run = isinstance(args, ExportArgs) and reads_run(args)
     directory = Path(args.model)
     if not is_of_run:
         directory = _directory_of("model", args.model)
-    return Facts(world_size, read_hf_config(config_directory(directory)), directory, names)
+    return Facts(world_size, read_hf_config(config_directory(directory)), directory, names, machine)
 
 
 def _examines_file(args: Any) -> bool:
     """Return whether an engine examines a GGUF file, which can have any architecture."""
-    if not isinstance(args, DoctorArgs) or args.plan:
-        return False
-    return args.engine is not None and is_gguf(args.model or "")
+    return isinstance(args, DoctorArgs) and args.engine is not None and is_gguf(args.model or "")
 
 
 def reads_run(args: ExportArgs) -> bool:

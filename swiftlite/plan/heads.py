@@ -80,6 +80,17 @@ def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
     return "fit_last_layer"
 
 
+def with_source_of_heads(args: SftArgs, checkpoint: Heads) -> SftArgs:
+    """Return the options with --mtp_init if the run requires it for new heads, for a plan, which does not need it."""
+    is_missing = args.mtp_init is None and mtp_init_of(args, checkpoint) == "checkpoint"
+    if not is_missing or args.mtp_num_layers in (None, 0, checkpoint.layers):
+        return args
+    init: MtpInit = "fit_last_layer"
+    if why_no_fit(args):
+        init = "copy_last_layer"
+    return replace(args, mtp_init=init)
+
+
 def why_no_fit(args: SftArgs) -> str:
     """Return why `fit_last_layer` is not possible; empty if it is possible."""
     if args.streaming:

@@ -93,6 +93,10 @@ class Machine:
     flash_impls: tuple[FlashImpl, ...] = ()
 
 
+PLANNED_MACHINE = Machine(True, has_transformer_engine=True, packed_kernel="torch_varlen", flash_impls=("FA3", "FA4"))
+"""The machine that `doctor --plan` assumes."""
+
+
 def this_machine(is_cuda: bool) -> Machine:
     """Return the capabilities of this machine without importing packages."""
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None

@@ -113,13 +113,17 @@ def instances_problems(layout: ParallelLayout, world_size: int, num_instances: i
     return [(problem, _divisors_to_use(both, both + 1))]
 
 
+def smallest_world_size(layout: ParallelLayout) -> int:
+    """Return the minimum number of processes of a layout, of which every other number is a multiple."""
+    return math.lcm(_product(_MODEL_SIZES, layout), _product(_EXPERT_SIZES, layout))
+
+
 def ranks_of(layout: ParallelLayout, world_size: int) -> range:
     """Return the ranks of a job that a layout can use: for a tensor-parallel size of 2, ranks 0 and 1 of 3.
 
     If the layout requires more ranks, which `process_problems` reports, all ranks are returned.
     """
-    unit = math.lcm(_product(_MODEL_SIZES, layout), _product(_EXPERT_SIZES, layout))
-    return range(world_size - world_size % unit or world_size)
+    return range(world_size - world_size % smallest_world_size(layout) or world_size)
 
 
 def process_problems(layout: ParallelLayout, world_size: int) -> list[Problem]:

@@ -3,7 +3,7 @@ torch."""
 
 from dataclasses import dataclass
 
-from swiftlite.args.commands import DoctorArgs, DpoArgs, SftArgs
+from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.args.fields import ParallelLayout, PreferenceLoss
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
 
@@ -52,7 +52,7 @@ def preference_of(args: SftArgs) -> Preference:
     )
 
 
-def reference_layout(args: DpoArgs | DoctorArgs) -> ParallelLayout:
+def reference_layout(args: DpoArgs) -> ParallelLayout:
     """Return the layout of the reference model.
 
     It is the layout of the trained model with the sizes of the --ref_... options and equal stages. If only the

@@ -15,10 +15,12 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora
+from swiftlite.families.index import FAMILIES
 from swiftlite.hub import commits
 from swiftlite.methods.index import method_of
-from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
-from swiftlite.plan.kernels import Kernels, Machine, choose
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.heads import heads_for_engine, heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
+from swiftlite.plan.kernels import Kernels, Machine, choose, largest_head
 from swiftlite.plan.layout import data_parallel_size, group_of, layout_of, length_divisor, length_multiple
 from swiftlite.plan.low_precision import LowPrecision
 from swiftlite.plan.trainable import trainable_of
@@ -122,6 +124,30 @@ def make_plan(
         min_lr=min_lr_of(args, lr),
         save_steps=args.save_steps,
         eval_steps=args.eval_steps or args.save_steps,
+    )
+
+
+def plan_of(args: SftArgs, facts: Facts) -> Plan:
+    """Return the plan of a run before its rows are read.
+
+    Of the draft vocabulary of --draft_vocab, only the size is known; the ids are placeholders.
+
+    Raises:
+        OptionError: a kernel is not available.
+    """
+    heads = heads_of(args, facts.heads)
+    if family := FAMILIES.get(str(facts.hf_config.get("model_type"))):
+        heads = heads_for_engine(args, facts.heads, family)
+    if heads.layers and args.draft_vocab:
+        heads = replace(heads, draft_vocab=tuple(range(args.draft_vocab)))
+    return make_plan(
+        args,
+        facts.world_size,
+        facts.heads,
+        facts.machine,
+        largest_head(facts.architecture),
+        heads=heads,
+        is_quantized=facts.is_quantized,
     )
 
 

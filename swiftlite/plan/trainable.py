@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora, is_adapter
 from swiftlite.families.tower import FROZEN, TrainedParts
@@ -85,7 +85,7 @@ def trainable_of(
     return JOINT
 
 
-def trained_parts_of(args: SftArgs | DoctorArgs) -> TrainedParts:
+def trained_parts_of(args: SftArgs) -> TrainedParts:
     """Return which parts of a vision tower the options train."""
     if args.mtp_mode == "heads_only" or args.tuner_type == "lora":
         return FROZEN

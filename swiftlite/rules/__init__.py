@@ -16,6 +16,7 @@ from swiftlite.args.commands import (
     EvaluateArgs,
     ExportArgs,
     InferArgs,
+    PlannedRun,
     RegenerateArgs,
     ReportArgs,
     SftArgs,
@@ -26,7 +27,9 @@ from swiftlite.base.errors import OptionError
 from swiftlite.families.index import impossible_values
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import config_directory, read_facts
-from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, report, speedup
+from swiftlite.plan.kernels import Machine, this_machine
+from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, planned, regenerate, report, speedup
+from swiftlite.runtime.environment import sees_gpu
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -42,10 +45,15 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     Raises:
         OptionError: an option is invalid; the error lists every problem.
     """
-    problems: list[Problem] = list(common.texts_can_be(args))
+    problems: list[Problem] = []
+    for part in (args.own, args.run) if isinstance(args, PlannedRun) else (args,):
+        problems += common.texts_can_be(part)
     if problems:  # other rules require valid texts
         raise OptionError(problems)
-    facts = read_facts(args, world_size)
+    machine = Machine()
+    if isinstance(args, SftArgs):
+        machine = this_machine(sees_gpu())
+    facts = read_facts(args, world_size, machine)
     if found := impossible_values(facts.hf_config):  # other rules compute with these values
         where = config_directory(facts.directory) / "config.json"
         raise OptionError([(f"--model: {where}: {problem}", "download config.json again") for problem in found])
@@ -81,5 +89,6 @@ _MODULES: dict[type, Any] = {
     EvaluateArgs: evaluate,
     BenchArgs: bench,
     DoctorArgs: doctor,
+    PlannedRun: planned,
     ReportArgs: report,
 }

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from swiftlite.args.bounds import describe, out_of_bounds
 from swiftlite.args.command_line import shell_line
-from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import DATA_SUFFIXES, is_number_of_rows, split_sample
 from swiftlite.args.docs import options
@@ -269,7 +269,7 @@ def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
     yield from process_problems(layout, facts.world_size)
 
 
-def rows_have_a_supported_length(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def rows_have_a_supported_length(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     """Reject rows that are longer than a family supports: in longer ones, an indexer would not select all tokens."""
     models = {"model": facts.hf_config}
     for option in ("ref_model", "teacher_model"):
@@ -317,7 +317,7 @@ def max_pixels_has_an_item(max_pixels: int, sizes: ImageSizes) -> Iterator[Probl
         yield problem, f"use {one_item} or more"
 
 
-def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def recompute_options_fit(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     needed_kind = {"moe": "experts", "mla_up_proj": "latent attention"}
     known = ("core_attn", "mlp", *needed_kind)
     architecture = facts.architecture
@@ -339,7 +339,7 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
             )
 
 
-def gradients_have_the_dtype_of_weights(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def gradients_have_the_dtype_of_weights(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.grad_reduce_in_bf16 and args.torch_dtype != "bfloat16":
         yield (
             f"--grad_reduce_in_bf16 true does not support --torch_dtype {args.torch_dtype}",
@@ -352,7 +352,7 @@ def optimizer_is_installed(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield "--optimizer adamw_8bit requires torchao, which is not installed", "pip install torchao"
 
 
-def optimizer_can_be_offloaded(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def optimizer_can_be_offloaded(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.optimizer_cpu_offload and args.optimizer != "adamw":
         yield (
             f"--optimizer_cpu_offload true does not support --optimizer {args.optimizer}",

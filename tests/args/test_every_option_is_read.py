@@ -36,22 +36,14 @@ READERS = {
         "cli/installed.py",
         "cli/memory_plan.py",
         "cli/layout_plan.py",
-        "cli/reference_plan.py",
-        "cli/teacher_plan.py",
-        "plan/cost/setup.py",
-        "plan/preference.py",
-        "plan/trainable.py",
-        "plan/cost/search.py",
-        "plan/cost/rollout_memory.py",
-        "cli/rollout_plan.py",
         "engines",
     ],
     "report": ["report"],
     "deploy": ["serve/deploy.py", "engines"],
 }
 NAMES = {"args", "layout", "recompute", "distributed", "moe"}
-# By a rule, exactly one of --to_hf and --to_mcore is given; the code reads the first.
-COMPLEMENTS = {"to_mcore"}
+# By a rule, exactly one of --to_hf and --to_mcore is given; the code reads the first. --plan selects the parser.
+COMPLEMENTS = {"to_mcore", "plan"}
 
 
 def attributes_of_args(path: Path) -> set[str]:

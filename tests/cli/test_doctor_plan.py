@@ -7,22 +7,11 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
-from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.commands import DoctorArgs, DpoArgs, GkdArgs, GrpoArgs, PtArgs, SftArgs
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.cli import doctor
 from tests.messages import mention_each, mentions, naming
-
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-
+from tests.planned import QWEN3_8B, parsed, plan, planned
 
 VISION = {
     "depth": 24,
@@ -37,6 +26,7 @@ VISION = {
     "deepstack_visual_indexes": [5, 11, 17],
     "num_position_embeddings": 2304,
 }
+ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
 TOWER = 415_347_712
 """Parameters of the tower."""
 
@@ -45,7 +35,7 @@ TOWER = 415_347_712
 def vision_model(tmp_path) -> str:
     """Return a directory with a config.json of the sizes of Qwen3-VL 4B."""
     text = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-    text |= {"model_type": "qwen3_vl_text"}
+    text |= {"model_type": "qwen3_vl_text", "rope_parameters": ROPE}
     config = {"model_type": "qwen3_vl", "image_token_id": 5, "text_config": text, "vision_config": VISION}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
@@ -85,12 +75,11 @@ def test_a_frozen_trunk_has_neither_gradients_nor_optimizer(vision_model, capsys
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"max_pixels": 1003520}, "--max_pixels --images_per_row"),
         ({"images_per_row": 1}, "--images_per_row 1 --max_pixels"),
         ({"images_per_row": 3, "max_pixels": 1003520}, "--images_per_row 3 2940 --max_length 2048"),
         ({"images_per_row": 1, "max_pixels": 100}, "--max_pixels 100"),
         ({"images_per_row": 1, "max_pixels": 4096, "freeze_llm": True}, "--freeze_llm --freeze_vit"),
-        ({"images_per_row": 1, "max_pixels": 4096, "loss_type": "sigmoid"}, "--images_per_row 1 --loss_type"),
+        ({"images_per_row": 1, "max_pixels": 4096, "loss_type": "sigmoid"}, "--images_per_row 1 megatron dpo"),
         (
             {"images_per_row": 1, "max_pixels": 4096, "gpu_type": "H100", "num_gpus": 8},
             "--images_per_row 1 --gpu_type",
@@ -99,7 +88,7 @@ def test_a_frozen_trunk_has_neither_gradients_nor_optimizer(vision_model, capsys
 )
 def test_images_that_cannot_be_planned(vision_model, options, problem):
     with pytest.raises(OptionError, match=naming(problem)):
-        rules.check(DoctorArgs(plan=True, model=vision_model, **options))
+        rules.check(planned(model=vision_model, **options))
 
 
 @pytest.mark.parametrize("form", [{"size": {"longest_edge": 1003520}}, {"max_pixels": 1003520}])
@@ -114,7 +103,7 @@ def test_images_have_the_size_of_the_preprocessor(vision_model, capsys, form):
 
 def test_images_require_a_tower(model):
     with pytest.raises(OptionError, match=naming("--images_per_row 1")):
-        rules.check(DoctorArgs(plan=True, model=model, images_per_row=1, max_pixels=4096))
+        rules.check(planned(model=model, images_per_row=1, max_pixels=4096))
 
 
 @pytest.fixture
@@ -133,7 +122,7 @@ def model(tmp_path) -> str:
 )
 def test_instances_that_cannot_be_planned(model, options, problem):
     with pytest.raises(OptionError, match=naming(f"--num_distributed_optimizer_instances {problem}")):
-        rules.check(DoctorArgs(plan=True, model=model, num_distributed_optimizer_instances=3, **options))
+        rules.check(planned(model=model, num_distributed_optimizer_instances=3, **options))
 
 
 def test_moments_on_the_host(model, capsys):
@@ -154,18 +143,12 @@ def test_moments_on_the_host(model, capsys):
 )
 def test_moments_that_cannot_be_planned_on_the_host(model, options, problem):
     with pytest.raises(OptionError, match=naming(problem)):
-        rules.check(DoctorArgs(plan=True, model=model, **options))
+        rules.check(planned(model=model, **options))
 
 
 def test_instances_need_a_model_to_plan():
     with pytest.raises(OptionError, match=naming("--num_distributed_optimizer_instances 2 --model")):
-        rules.check(DoctorArgs(plan=True, num_distributed_optimizer_instances=2))
-
-
-def plan(capsys, **options) -> tuple[int, list[str]]:
-    args = DoctorArgs(plan=True, **options)
-    rules.check(args)
-    return doctor.run(args), capsys.readouterr().out.splitlines()
+        rules.check(planned(num_distributed_optimizer_instances=2))
 
 
 def test_one_gpu_is_too_small_and_says_what_fits(model, capsys):
@@ -217,7 +200,7 @@ def test_a_line_for_every_stage(model, capsys):
 
 def problems(**options) -> str:
     with pytest.raises(OptionError) as error:
-        rules.check(DoctorArgs(**options))
+        rules.check(planned(**options))
     return str(error.value)
 
 
@@ -241,8 +224,6 @@ def test_heads_alone(model, capsys):
     assert mentions(lines[-1], "--stream_trunk 13.9 5 1.5e+16 25 1")
     _, lines = plan(capsys, model=model, mtp_num_layers=1, mtp_mode="heads_only", stream_trunk_gb=8.2)
     assert mentions(lines[-1], "--stream_trunk 13.9 3")  # one group
-    with pytest.raises(OptionError, match=naming("--stream_trunk_gb 8.2 --mtp_mode heads_only")):
-        plan(capsys, model=model, mtp_num_layers=1, stream_trunk_gb=8.2)
     with pytest.raises(OptionError, match=naming("--draft_vocab 32768 --mtp_mode heads_only")):
         plan(capsys, model=model, mtp_num_layers=1, draft_vocab=32768)
     with pytest.raises(OptionError, match=naming("--draft_vocab 151936")):
@@ -251,20 +232,70 @@ def test_heads_alone(model, capsys):
 
 def test_what_cannot_be_planned(model, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert mentions(problems(plan=True, model=str(tmp_path / "empty")), f"--model {tmp_path / 'empty'} config.json")
+    assert mentions(problems(model=str(tmp_path / "empty")), f"--model {tmp_path / 'empty'} config.json")
     assert mentions(
-        problems(plan=True, model=model, tensor_model_parallel_size=3),
+        problems(model=model, tensor_model_parallel_size=3),
         "--tensor_model_parallel_size 3 num_attention_heads 32",
     )
     assert mentions(
-        problems(plan=True, model=model, num_gpus=3, tensor_model_parallel_size=2),
+        problems(model=model, num_gpus=3, tensor_model_parallel_size=2),
         "--num_gpus 3 --tensor_model_parallel_size 2",
     )
-    assert mentions(problems(plan=True, model=model, num_gpus=0), "--num_gpus 0 1")
+    assert mentions(problems(model=model, num_gpus=0), "--num_gpus 0 1")
 
 
-def test_options_of_a_plan_without_one():
-    assert mentions(problems(num_gpus=8), "--num_gpus 8 --plan")
+@pytest.mark.parametrize("options", [{"num_gpus": 8}, {"gpu_type": "H100"}])
+def test_options_of_a_plan_without_one(options):
+    ((name, value),) = options.items()
+    with pytest.raises(OptionError, match=naming(f"--{name} {value} --plan")):
+        rules.check(DoctorArgs(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ({"mtp_unroll": 3}, ["--mtp_unroll 3"]),
+        ({"mtp_num_layers": 1, "stream_trunk_gb": 8.2}, ["--stream_trunk_gb 8.2"]),
+        ({"mtp_mode": "heads_only", "stream_trunk_gb": 8.2}, []),
+        ({"loss_type": "orpo", "ref_tensor_model_parallel_size": 2}, ["--ref_tensor_model_parallel_size 2"]),
+    ],
+)
+def test_settings_without_effect_are_noted(model, options, notes):
+    assert mention_each(rules.check(planned(model=model, **options)), notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "of_run"),
+    [
+        ("--model m --lr 1e-5", SftArgs),
+        ("--model m --append_eos false", PtArgs),
+        ("--model m --loss_type kto", DpoArgs),
+        ("--model m --ref_model r", DpoArgs),
+        ("--model m --max_completion_length 64", GrpoArgs),
+        ("--model m --max-completion-length=64 --teacher_model t", GrpoArgs),
+        ("--model m --reward_funcs format", GrpoArgs),
+        ("--model m --teacher_model t", GkdArgs),
+        ("--model m --teacher_model t --lmbda 1 --max_completion_length 64", GkdArgs),
+        ("run.json --beta 0.1", GrpoArgs),
+        ("run.yaml", SftArgs),
+    ],
+)
+def test_options_select_the_planned_command(tmp_path, monkeypatch, given, of_run):
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text('{"command": "megatron grpo", "model": "m"}')
+    Path("run.yaml").write_text("plan: true\nmodel: m\nmax-length: 9\n")
+    argv = given.split()
+    if argv[0] != "run.yaml":
+        argv.append("--plan")
+    args = parsed(argv)
+    assert type(args.run) is of_run
+    assert args.run.model == "m"
+
+
+def test_a_wrong_option_of_a_plan():
+    with pytest.raises(OptionError, match=naming("--max_lenght swiftlite megatron sft --max_length")):
+        parsed(["--plan", "--max_lenght", "4096"])
+    assert parsed(["--plan", "false"]) == DoctorArgs()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +314,7 @@ def test_a_size_that_cannot_be_counted_with(tmp_path, capsys, change, message):
 def test_an_unknown_model_type(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | {"model_type": "gpt2"}))
     with pytest.raises(UserError, match="gpt2"):
-        doctor.run(DoctorArgs(plan=True, model=str(tmp_path)))
+        doctor.run(planned(model=str(tmp_path)))
 
 
 def test_layouts_by_their_estimated_speed(model, capsys):
@@ -392,22 +423,20 @@ def test_layouts_in_low_precision(model, capsys):
     ],
 )
 def test_what_low_precision_cannot_be_planned(model, options, problem):
-    assert mentions(problems(plan=True, model=model, num_gpus=8, **options), problem)
+    assert mentions(problems(model=model, num_gpus=8, **options), problem)
 
 
 def test_what_has_no_speed(model):
-    given = {"plan": True, "model": model}
+    given = {"model": model}
     unknown = problems(**given, num_gpus=8, gpu_type="H10")
     assert mentions(unknown, "--gpu_type H10 A100")
     assert mentions(problems(**given, gpu_type="H100"), "--num_gpus 8")
-    assert mentions(problems(**given, global_batch_size=64), "--gpu_type H100")
     assert mentions(
-        problems(**given, num_gpus=8, gpu_type="H100", loss_type="sigmoid"), "--loss_type sigmoid megatron sft"
+        problems(**given, num_gpus=8, gpu_type="H100", loss_type="sigmoid"), "--gpu_type H100 megatron dpo megatron sft"
     )
     assert mentions(
         problems(**given, num_gpus=8, gpu_type="H100", torch_dtype="float32"), "--torch_dtype float32 bfloat16"
     )
-    assert mentions(problems(model=model, gpu_type="H100"), "--gpu_type H100 --plan")
 
 
 def total_of(lines: list[str]) -> float:
@@ -436,9 +465,8 @@ def test_heads_alone_are_planned_as_they_are_trained(model, capsys):
     ("options", "flag"),
     [
         ({"mtp_mode": "heads_only", "mtp_num_layers": 0}, "--mtp_mode heads_only"),
-        ({"mtp_unroll": 3}, "--mtp_unroll 3"),
         ({"mtp_unroll": 3, "mtp_num_layers": 2}, "--mtp_unroll 3"),
     ],
 )
 def test_heads_that_sft_would_refuse_are_not_planned(model, options, flag):
-    assert flag in problems(plan=True, model=model, **options)
+    assert flag in problems(model=model, **options)

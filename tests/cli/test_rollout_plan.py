@@ -1,45 +1,43 @@
 """Test the output of `swiftlite doctor --plan --max_completion_length`, the plan of `megatron grpo`."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 from swiftlite import rules
-from swiftlite.args.commands import DoctorArgs
 from swiftlite.base.errors import OptionError
 from swiftlite.base.heads import Heads
 from swiftlite.families.index import architecture_of
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
-from swiftlite.plan.cost.setup import Setup, planned_setup
+from swiftlite.plan.cost.setup import Setup
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
-from tests.cli.test_reference_plan import lines_of
 from tests.messages import mentions, naming
+from tests.planned import plan, planned, setup_of
 from tests.tiny import make_tiny_hf
 
-ROLLOUTS: dict[str, Any] = {"plan": True, "max_completion_length": 256, "max_length": 1024}
+ROLLOUTS: dict[str, Any] = {"max_completion_length": 256, "max_length": 1024}
 
 
 def test_the_engine_is_added_to_the_trainer(capsys, model):  # noqa: F811
-    code, lines = lines_of(capsys, model=model, gpu_memory_gb=400.0, **ROLLOUTS)
+    code, lines = plan(capsys, model=model, gpu_memory_gb=400.0, **ROLLOUTS)
     assert code == 0
     (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
     trainer, reference, teacher, engine, cache, total = map(float, lines[start + 1].split())
     assert reference == teacher == 0 < engine < trainer
     assert total == pytest.approx(trainer + engine + cache, abs=0.03)
-    _, with_reference = lines_of(capsys, model=model, gpu_memory_gb=400.0, beta=0.1, **ROLLOUTS)
+    _, with_reference = plan(capsys, model=model, gpu_memory_gb=400.0, beta=0.1, **ROLLOUTS)
     assert float(with_reference[start + 1].split()[1]) > 0
-    _, lines = lines_of(capsys, model=model, gpu_memory_gb=400.0, teacher_model=model, **ROLLOUTS)
+    _, lines = plan(capsys, model=model, gpu_memory_gb=400.0, teacher_model=model, **ROLLOUTS)
     (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
     sizes = [float(size) for size in lines[start + 1].split()]
     assert 0 < sizes[2] <= engine
     assert sizes[-1] == pytest.approx(total + sizes[2], abs=0.02)
     (stage,) = (number for number, line in enumerate(lines) if line.split()[:2] == ["stage", "model"])
     assert float(lines[stage + 1].split()[2]) == sizes[2]
-    code, lines = lines_of(capsys, model=model, gpu_memory_gb=400.0, max_batch_size=5000, **ROLLOUTS)
+    code, lines = plan(capsys, model=model, gpu_memory_gb=400.0, max_batch_size=5000, **ROLLOUTS)
     assert code == 1
     assert mentions(lines[-1], "--max_batch_size --max_length")
 
@@ -49,9 +47,9 @@ def test_sizes_are_those_of_the_files(tmp_path, family):
     """The engine holds all tensors of the model, and the cache all keys and values, or latents."""
     directory = make_tiny_hf(tmp_path / "hf", family, depth=1)
     config = json.loads((directory / "config.json").read_text())
-    args = DoctorArgs(model=str(directory), max_batch_size=3, torch_dtype="float32", beta=0.1, **ROLLOUTS)
-    setup = planned_setup(args, config)
-    memory = estimate_rollouts(args, setup, estimate(config, setup), config, config)
+    args = planned(model=str(directory), max_batch_size=3, torch_dtype="float32", beta=0.1, **ROLLOUTS)
+    setup = setup_of(args)
+    memory = estimate_rollouts(args.run, setup, estimate(config, setup), config, config)
     # Heads share embedding and output layer with the trunk; some files have copies.
     tensors = {tensor.tobytes() for tensor in load_file(directory / "model.safetensors").values()}
     assert memory.engine == pytest.approx(sum(map(len, tensors)), rel=1e-3)  # without the biases of routers
@@ -83,17 +81,12 @@ def test_flops_of_drawing_are_those_of_a_forward_pass(tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"loss_type": "sigmoid"}, "--max_completion_length --loss_type"),
-        ({"gpu_type": "H100", "num_gpus": 8}, "--max_completion_length --gpu_type"),
-        ({"ref_tensor_model_parallel_size": 2}, "--ref_tensor_model_parallel_size"),
+        ({"loss_type": "sigmoid"}, "--loss_type sigmoid"),
+        ({"gpu_type": "H100", "num_gpus": 8}, "--gpu_type H100 megatron grpo"),
         ({"mtp_mode": "heads_only"}, "--mtp_mode heads_only"),
         ({"max_length": 256}, "--max_length 512"),
-        ({"ref_model": "REF"}, "--beta"),
-        ({"max_completion_length": None, "beta": 0.1}, "--beta --max_completion_length"),
     ],
 )
-def test_options_that_do_not_fit_are_named(model, options, problem, tmp_path):  # noqa: F811
-    if "ref_model" in options:
-        options = {"ref_model": str(Path(model))}
+def test_options_that_do_not_fit_are_named(model, options, problem):  # noqa: F811
     with pytest.raises(OptionError, match=naming(problem)):
-        rules.check(DoctorArgs(**{"model": model, **ROLLOUTS, **options}))
+        rules.check(planned(**{"model": model, **ROLLOUTS, **options}))

@@ -5,13 +5,14 @@ import re
 import pytest
 
 from swiftlite import rules
-from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.base.errors import OptionError
 from swiftlite.cli import doctor
 from swiftlite.cli.size_plan import KINDS, QWEN3, sizes
 from swiftlite.plan.cost.memory import estimate, usable_bytes
 from swiftlite.plan.cost.setup import Setup
 from tests.messages import naming
+from tests.planned import planned
 
 PUBLISHED = {
     "0.6B": 596_049_920,
@@ -33,11 +34,11 @@ def test_the_sizes_are_the_published_ones():
 
 
 def test_the_table_names_the_smallest_gpu(capsys):
-    args = DoctorArgs(plan=True, max_length=1024)
+    args = planned(max_length=1024)
     assert rules.check(args) == []
     assert doctor.run(args) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    for model, by_kind in sizes(args).items():
+    for model, by_kind in sizes(args.run).items():
         cells = re.findall(r"([\d.]+) \((\d+|none)\)", lines[model])
         assert len(cells) == len(KINDS)
         for (shown, gpu), num_bytes in zip(cells, by_kind.values(), strict=True):
@@ -48,8 +49,8 @@ def test_the_table_names_the_smallest_gpu(capsys):
 
 def test_options_change_the_sizes():
     """The 8 bytes of two moments become 2, and a scale of 4 bytes for 256 values of each."""
-    usual = sizes(DoctorArgs())["8B"]["full"]
-    small = sizes(DoctorArgs(optimizer="adamw_8bit"))["8B"]["full"]
+    usual = sizes(SftArgs())["8B"]["full"]
+    small = sizes(SftArgs(optimizer="adamw_8bit"))["8B"]["full"]
     assert usual - small == int(PUBLISHED["8B"] * (8 - 2 * (1 + 4 / 256)))
 
 
@@ -63,4 +64,4 @@ def test_options_change_the_sizes():
 )
 def test_other_options_require_a_model(change, tokens):
     with pytest.raises(OptionError, match=naming(tokens)):
-        rules.check(DoctorArgs(plan=True, **change))
+        rules.check(planned(**change))

@@ -8,19 +8,17 @@ import pytest
 from safetensors.numpy import load_file
 
 from swiftlite import rules
-from swiftlite.args.commands import DoctorArgs
 from swiftlite.base.errors import OptionError
-from swiftlite.plan.cost.setup import planned_setup
 from swiftlite.plan.cost.teacher_memory import teacher_weights
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
-from tests.cli.test_reference_plan import lines_of
 from tests.messages import mentions, naming
+from tests.planned import plan, planned, setup_of
 from tests.tiny import make_tiny_hf
 
 
 def test_the_teacher_is_added_to_every_stage(capsys, model):  # noqa: F811
-    options = {"plan": True, "model": model, "teacher_model": model, "pipeline_model_parallel_size": 2}
-    code, lines = lines_of(capsys, gpu_memory_gb=400.0, **options)
+    options = {"model": model, "teacher_model": model, "pipeline_model_parallel_size": 2}
+    code, lines = plan(capsys, gpu_memory_gb=400.0, **options)
     assert code == 0
     (start,) = (number for number, line in enumerate(lines) if line.split()[:2] == ["stage", "model"])
     for number in range(2):
@@ -28,7 +26,7 @@ def test_the_teacher_is_added_to_every_stage(capsys, model):  # noqa: F811
         assert stage == number
         assert 0 < teacher < trained
         assert total == pytest.approx(trained + teacher, abs=0.02)
-    code, lines = lines_of(capsys, gpu_memory_gb=10.0, **options)
+    code, lines = plan(capsys, gpu_memory_gb=10.0, **options)
     assert code == 1
     assert mentions(lines[-1], "--tensor_model_parallel_size")
 
@@ -38,10 +36,8 @@ def test_sizes_are_those_of_the_files(tmp_path, stages):
     """The teacher has another family and more layers than the model, and stages of its own."""
     directory = make_tiny_hf(tmp_path / "hf", "qwen3", depth=1)
     teacher = make_tiny_hf(tmp_path / "teacher", "deepseek_v3", depth=0, num_hidden_layers=4)
-    args = DoctorArgs(
-        model=str(directory), plan=True, torch_dtype="float32", pipeline_model_parallel_size=stages, max_length=64
-    )
-    setup = planned_setup(args, json.loads((directory / "config.json").read_text()))
+    args = planned(model=str(directory), torch_dtype="float32", pipeline_model_parallel_size=stages, max_length=64)
+    setup = setup_of(args)
     weights = teacher_weights(setup, json.loads((teacher / "config.json").read_text()))
     assert len(weights) == stages
     size = sum(tensor.nbytes for tensor in load_file(teacher / "model.safetensors").values())
@@ -51,16 +47,15 @@ def test_sizes_are_those_of_the_files(tmp_path, stages):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"plan": False}, "--teacher_model --plan"),
-        ({"loss_type": "sigmoid"}, "--teacher_model --loss_type"),
-        ({"mtp_mode": "heads_only"}, "--teacher_model --mtp_mode heads_only"),
+        ({"loss_type": "sigmoid"}, "--loss_type sigmoid"),
+        ({"mtp_mode": "heads_only"}, "--mtp_mode heads_only megatron gkd"),
         ({"teacher_model": "."}, "--teacher_model config.json"),
     ],
 )
 def test_options_that_do_not_fit_are_named(model, options, problem):  # noqa: F811
-    usual: dict[str, Any] = {"model": model, "plan": True, "teacher_model": model}
+    usual: dict[str, Any] = {"model": model, "teacher_model": model}
     with pytest.raises(OptionError, match=naming(problem)):
-        rules.check(DoctorArgs(**usual | options))
+        rules.check(planned(**usual | options))
 
 
 def test_layers_of_the_teacher_must_fit_the_stages(model, tmp_path):  # noqa: F811
@@ -69,6 +64,6 @@ def test_layers_of_the_teacher_must_fit_the_stages(model, tmp_path):  # noqa: F8
     teacher = tmp_path / "teacher"
     teacher.mkdir()
     (teacher / "config.json").write_text(json.dumps(config))
-    args = DoctorArgs(model=model, plan=True, teacher_model=str(teacher), pipeline_model_parallel_size=2)
+    args = planned(model=model, teacher_model=str(teacher), pipeline_model_parallel_size=2)
     with pytest.raises(OptionError, match=naming("--teacher_model --pipeline_model_parallel_size")):
         rules.check(args)

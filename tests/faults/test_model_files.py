@@ -21,10 +21,9 @@ from swiftlite.bridge.tensors import Checkpoint, scan
 from swiftlite.families.index import FAMILIES
 from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.plan.cost import memory
-from swiftlite.plan.cost.setup import planned_setup
-from swiftlite.plan.facts import read_hf_config
 from tests.faults.fuzzing import answer, damaged, fuzz, junk, scalars
 from tests.messages import mentions
+from tests.planned import planned, setup_of
 from tests.tiny import make_tiny_hf
 
 
@@ -40,10 +39,10 @@ def examine(directory: Path, mesh) -> None:
     hf_config = answer(read_config, directory, names=str(directory))
     if hf_config is None:
         return
-    for args in (DoctorArgs(model=str(directory)), DoctorArgs(model=str(directory), plan=True)):
-        if answer(rules.check, args) is not None and args.plan:
-            setup = planned_setup(args, read_hf_config(directory))
-            answer(memory.estimate, hf_config, setup)
+    answer(rules.check, DoctorArgs(model=str(directory)))
+    run = planned(model=directory)
+    if answer(rules.check, run) is not None:
+        answer(memory.estimate, hf_config, setup_of(run))
     family = answer(families.get, hf_config, directory)
     if family is None:
         return

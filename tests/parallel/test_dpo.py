@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite import rules
-from swiftlite.args.commands import DoctorArgs, DpoArgs
+from swiftlite.args.commands import DpoArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.families.resolved import resolve
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.reference_memory import estimate_reference
-from swiftlite.plan.cost.setup import planned_setup
+from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.facts import read_facts
+from swiftlite.plan.run import plan_of
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.methods import reference
@@ -206,10 +208,10 @@ def test_a_plan_counts_both_models(tmp_path, torch_dtype):
     layouts = TP2 | REF_PP2
     options: dict[str, Any] = {"torch_dtype": torch_dtype, "max_length": LENGTH, **layouts}
     args = make_options(tmp_path, "qwen3", "run", truncation_strategy="right", **options)
-    planned = DoctorArgs(plan=True, loss_type="sigmoid", fused_kernels="none", **options)
-    hf_config = read_config(args.model)
-    setup = planned_setup(planned, hf_config)
-    asking = estimate_reference(planned, setup, estimate(hf_config, setup), read_config(str(args.ref_model)))
+    facts = read_facts(args, 2)
+    setup = Setup.of(args, plan_of(args, facts))
+    stages = estimate(facts.hf_config, setup)
+    asking = estimate_reference(args, setup, stages, read_config(str(args.ref_model)))
     assert [(part.first, part.stage, part.reference_stage) for part in asking] == [(0, 0, 0), (1, 0, 1)]
     for part, measured in zip(asking, launch(2, hold_both, args), strict=True):
         assert {name: getattr(part, name) for name in measured} == measured

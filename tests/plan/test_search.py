@@ -1,13 +1,17 @@
 """Test which layouts `doctor --plan --gpu_type` tries, and their order."""
 
+from typing import Any
+
 import pytest
 
-from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.plan.cost.gpus import GPUS
 from swiftlite.plan.cost.memory import usable_bytes
 from swiftlite.plan.cost.search import has_layout, larger, ranked
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.kernels import PLANNED_MACHINE
 from swiftlite.plan.layout import data_parallel_size, layout_of
-from tests.cli.test_doctor_plan import QWEN3_8B
+from tests.planned import QWEN3_8B
 
 H100 = GPUS["H100"]
 QWEN3_30B = QWEN3_8B | {
@@ -22,13 +26,17 @@ QWEN3_30B = QWEN3_8B | {
 }
 
 
-def args(**options) -> DoctorArgs:
-    given = {"num_gpus": 8, "gpu_type": "H100", "global_batch_size": 64, "max_length": 4096}
-    return DoctorArgs(plan=True, **{**given, **options})
+def args(**options) -> SftArgs:
+    given: dict[str, Any] = {"global_batch_size": 64, "max_length": 4096}
+    return SftArgs(**{**given, **options})
+
+
+def on(hf_config: dict[str, Any], num_gpus: int = 8) -> Facts:
+    return Facts(num_gpus, hf_config, machine=PLANNED_MACHINE)
 
 
 def test_the_fastest_comes_first_and_all_fit():
-    found = ranked(args(), QWEN3_8B, H100, 80)
+    found = ranked(args(), on(QWEN3_8B), H100, 80)
     speeds = [candidate.step.tokens_per_second for candidate in found]
     assert speeds == sorted(speeds, reverse=True)
     assert all(candidate.bytes <= usable_bytes(80) for candidate in found)
@@ -38,17 +46,17 @@ def test_the_fastest_comes_first_and_all_fit():
 
 
 def test_more_memory_is_never_slower():
-    speeds = [ranked(args(), QWEN3_8B, H100, memory)[0].step.tokens_per_second for memory in (40, 80, 160)]
+    speeds = [ranked(args(), on(QWEN3_8B), H100, memory)[0].step.tokens_per_second for memory in (40, 80, 160)]
     assert speeds == sorted(speeds)
 
 
 def test_instances_divide_the_replicas_and_need_memory():
-    found = ranked(args(num_distributed_optimizer_instances=2), QWEN3_8B, H100, 80)
+    found = ranked(args(num_distributed_optimizer_instances=2), on(QWEN3_8B), H100, 80)
     assert found
     for candidate in found:
         assert data_parallel_size(layout_of(candidate.args), 8) * candidate.args.context_parallel_size % 2 == 0
     layouts = {layout_of(candidate.args): candidate.bytes for candidate in found}
-    single = {layout_of(each.args): each.bytes for each in ranked(args(micro_batch_size=1), QWEN3_8B, H100, 80)}
+    single = {layout_of(each.args): each.bytes for each in ranked(args(micro_batch_size=1), on(QWEN3_8B), H100, 80)}
     assert any(layouts[layout] > single[layout] for layout in layouts.keys() & single.keys())
 
 
@@ -64,21 +72,21 @@ def test_instances_divide_the_replicas_and_need_memory():
     ],
 )
 def test_what_is_given_stays(given):
-    found = ranked(args(**given), QWEN3_8B, H100, 80)
+    found = ranked(args(**given), on(QWEN3_8B), H100, 80)
     assert found
     for candidate in found:
         assert {name: getattr(candidate.args, name) for name in given} == given
 
 
 def test_nothing_is_recomputed_without_need():
-    kinds = {candidate.args.recompute_granularity for candidate in ranked(args(), QWEN3_8B, H100, 80)}
+    kinds = {candidate.args.recompute_granularity for candidate in ranked(args(), on(QWEN3_8B), H100, 80)}
     assert "none" in kinds
-    in_less = {candidate.args.recompute_granularity for candidate in ranked(args(num_gpus=4), QWEN3_8B, H100, 50)}
+    in_less = {candidate.args.recompute_granularity for candidate in ranked(args(), on(QWEN3_8B, 4), H100, 50)}
     assert "full" in in_less
 
 
 def test_interleaved_stages_have_micro_batches_for_all():
-    for candidate in ranked(args(num_gpus=16, global_batch_size=24), QWEN3_8B, H100, 80):
+    for candidate in ranked(args(global_batch_size=24), on(QWEN3_8B, 16), H100, 80):
         if candidate.args.num_virtual_stages_per_pipeline_rank:
             assert candidate.step.num_micro_batches % candidate.args.pipeline_model_parallel_size == 0
         assert candidate.step.num_micro_batches == int(candidate.step.num_micro_batches)
@@ -86,12 +94,12 @@ def test_interleaved_stages_have_micro_batches_for_all():
 
 def test_layers_that_do_not_divide_leave_the_last_stage_fewer():
     odd = QWEN3_8B | {"num_hidden_layers": 37}
-    found = ranked(args(pipeline_model_parallel_size=4), odd, H100, 80)
+    found = ranked(args(pipeline_model_parallel_size=4), on(odd), H100, 80)
     assert {candidate.args.decoder_last_pipeline_num_layers for candidate in found} == {7}
 
 
 def test_experts_are_shared_inside_a_machine():
-    best = ranked(args(num_gpus=16, global_batch_size=256), QWEN3_30B, H100, 80)[0]
+    best = ranked(args(global_batch_size=256), on(QWEN3_30B, 16), H100, 80)[0]
     assert 1 < best.args.expert_model_parallel_size <= 8
 
 
@@ -99,21 +107,20 @@ def test_matrices_fit_low_precision_on_every_layout():
     """12,304 / 16 is odd, so a part of this matrix on several ranks is not a multiple of 16."""
     low = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
     config = QWEN3_8B | {"intermediate_size": 12304}
-    found = ranked(args(**low), config, H100, 80)
+    found = ranked(args(**low), on(config), H100, 80)
     assert {candidate.args.tensor_model_parallel_size for candidate in found} == {1}
-    assert {candidate.args.tensor_model_parallel_size for candidate in ranked(args(), config, H100, 80)} > {1}
+    assert {candidate.args.tensor_model_parallel_size for candidate in ranked(args(), on(config), H100, 80)} > {1}
 
 
 def test_how_many_gpus_it_takes():
-    assert ranked(args(num_gpus=1), QWEN3_8B, H100, 80) == []
-    more = larger(args(num_gpus=1), QWEN3_8B, H100, 80)
-    assert more is not None
-    assert (more.num_gpus, more.global_batch_size) == (4, 256)  # 147 GB of state: two are too few
-    assert ranked(more, QWEN3_8B, H100, 80)
-    assert larger(args(num_gpus=1, tensor_model_parallel_size=1), QWEN3_8B, H100, 0.01) is None
+    assert ranked(args(), on(QWEN3_8B, 1), H100, 80) == []
+    more = larger(args(), on(QWEN3_8B, 1), H100, 80)
+    assert more == (4, 256)  # 147 GB of state: two are too few
+    assert ranked(args(global_batch_size=256), on(QWEN3_8B, 4), H100, 80)
+    assert larger(args(tensor_model_parallel_size=1), on(QWEN3_8B, 1), H100, 0.01) is None
 
 
 def test_a_batch_that_no_layout_divides():
-    assert has_layout(args(), QWEN3_8B, H100)
-    odd = args(num_gpus=7, global_batch_size=3)  # seven stages of six layers leave the last none
-    assert has_layout(odd, QWEN3_8B, H100) is False
+    assert has_layout(args(), on(QWEN3_8B), H100)
+    odd = args(global_batch_size=3)  # seven stages of six layers leave the last none
+    assert has_layout(odd, on(QWEN3_8B, 7), H100) is False

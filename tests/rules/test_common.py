@@ -9,6 +9,7 @@ from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs, EvaluateArgs
 from swiftlite.base.errors import UserError
 from tests.messages import mentions, naming
+from tests.planned import planned
 from tests.rules.good import BENCH, DEPLOY, EXPORT, INFER, REGENERATE, SFT, change_config, problems_of
 
 
@@ -152,7 +153,7 @@ def test_a_path_that_cannot_be(here, name, text, why):
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "vocab_size", "num_nextn_predict_layers"])
-@pytest.mark.parametrize("args", [SFT, DoctorArgs(model="plain"), DoctorArgs(model="plain", plan=True)])
+@pytest.mark.parametrize("args", [SFT, DoctorArgs(model="plain"), planned(model="plain")])
 def test_sizes_that_no_model_has_are_refused_before_anybody_counts_with_them(here, key, args):
     change_config(**{key: 10**9})
     ((problem, _),) = problems_of(args)

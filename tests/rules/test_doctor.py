@@ -28,7 +28,6 @@ def test_doctor(here):
     ("args", "problem", "hint"),
     [
         (DoctorArgs(engine="sglang"), "--engine sglang", "--model DIRECTORY"),
-        (DoctorArgs(engine="sglang", model="plain", plan=True), "--engine --plan", ""),
         (DoctorArgs(num_speculative_tokens=2), "--num_speculative_tokens 2", "--engine vllm"),
         (DoctorArgs(torch_dtype="float32"), "--torch_dtype float32", "--engine vllm"),
         (
@@ -42,12 +41,6 @@ def test_doctor_of_an_engine(here, args, problem, hint):
     ((found, advice),) = problems_of(args)
     assert mentions(found, problem)
     assert mentions(advice, hint)
-
-
-def test_options_of_adapters_have_adapters(here):
-    ((problem, hint),) = problems_of(DoctorArgs(model="plain", plan=True, lora_rank=4, use_dora=True))
-    assert mentions(problem, "--lora_rank --use_dora --tuner_type")
-    assert mentions(hint, "--tuner_type lora")
 
 
 def test_doctor_of_vllm_needs_vllm(here, monkeypatch):

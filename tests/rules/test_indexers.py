@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from swiftlite import rules
-from swiftlite.args.commands import DoctorArgs, DpoArgs, GkdArgs, GrpoArgs, PtArgs
+from swiftlite.args.commands import DpoArgs, GkdArgs, GrpoArgs, PtArgs
 from tests.messages import mentions
+from tests.planned import planned
 from tests.rules.good import SFT, problems_of
 
 TOPK = 1024
@@ -58,7 +59,7 @@ FILES: dict[str, Any] = {"dataset": ["train.jsonl"], "output_dir": "out"}
         (DpoArgs(model="plain", ref_model="sparse", **FILES), "--ref_model"),
         (GkdArgs(model="plain", teacher_model="sparse", **FILES), "--teacher_model"),
         (GrpoArgs(model="sparse", reward_funcs=["format"], **FILES), "--model"),
-        (DoctorArgs(model="sparse", plan=True), "--model"),
+        (planned(model="sparse"), "--model"),
     ],
 )
 def test_rows_longer_than_index_topk(sparse, args, option):

@@ -40,7 +40,7 @@ FLEX = {"moe_token_dispatcher_type": "flex", "torch_dtype": "bfloat16"}
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.setattr(sft_communication, "sees_gpu", lambda: True)
+    monkeypatch.setattr(rules, "sees_gpu", lambda: True)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
 

@@ -7,7 +7,6 @@ import pytest
 from swiftlite import rules
 from swiftlite.args.commands import DpoArgs, PtArgs
 from swiftlite.plan.kernels import Machine
-from swiftlite.rules.training import sft
 from tests.messages import mentions
 from tests.rules.good import SFT, problems_of
 
@@ -31,7 +30,7 @@ def test_good_options_pass(here, args):
 @pytest.mark.parametrize("options", [{}, {"use_dora": True, "lora_rank": 3}])
 def test_adapters_stand_beside_transformer_engine_s_layers(here, monkeypatch, command, options):
     gpu = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_varlen")
-    monkeypatch.setattr(sft, "this_machine", lambda is_cuda: gpu)
+    monkeypatch.setattr(rules, "this_machine", lambda is_cuda: gpu)
     of_run = {"model": "plain", "dataset": ["train.jsonl"], "output_dir": "out"}
     rules.check(command(**of_run, tuner_type="lora", transformer_impl="transformer_engine", **options))
 

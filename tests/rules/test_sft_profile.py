@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from swiftlite import rules
-from swiftlite.rules.training import sft_profile
 from tests.messages import mention_each, mentions
 from tests.rules.good import SFT, problems_of
 
@@ -34,12 +33,12 @@ def test_ranks_are_ranks_of_the_run(here, ranks):
 
 @pytest.mark.parametrize("kind", ["memory", "nsys"])
 def test_what_only_a_gpu_has_is_not_recorded_on_a_cpu(here, kind, monkeypatch):
-    monkeypatch.setattr(sft_profile, "sees_gpu", lambda: False)
+    monkeypatch.setattr(rules, "sees_gpu", lambda: False)
     ((problem, hint),) = problems_of(profiled(1, 2, profile_kind=kind))
     assert mentions(problem, f"--profile_kind {kind} GPU")
     assert mentions(hint, "--profile_kind torch")
     assert rules.check(profiled(1, 2, profile_kind=kind, dry_run=True)) == []
-    monkeypatch.setattr(sft_profile, "sees_gpu", lambda: True)
+    monkeypatch.setattr(rules, "sees_gpu", lambda: True)
     assert rules.check(profiled(1, 2, profile_kind=kind)) == []
 
 

@@ -190,13 +190,6 @@ def usable_bytes(gpu_memory_gb: float) -> int:
     return int(gpu_memory_gb * 1e9 * (1 - RESERVE))
 
 
-def verdict(fits: bool) -> str:
-    """Return "fits" or "does not fit"."""
-    if fits:
-        return "fits"
-    return "does not fit"
-
-
 def largest(memory: Sequence[StageMemory]) -> StageMemory:
     """Return the stage with the largest memory."""
     return max(memory, key=lambda stage: stage.total)

@@ -9,7 +9,7 @@ moments. This module does not import torch.
 import dataclasses
 from dataclasses import dataclass
 
-from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.commands import DpoArgs
 from swiftlite.args.fields import RecomputeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.families.family import HfConfig
@@ -48,7 +48,7 @@ class ReferenceMemory:
         return self.model + self.reference + self.layer + self.logits
 
 
-def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
+def reference_setup(args: DpoArgs, setup: Setup) -> Setup:
     """Return the setup of the reference model: its layout, one row at a time, and no heads.
 
     Args:
@@ -69,7 +69,7 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
 
 
 def estimate_reference(
-    args: DoctorArgs, setup: Setup, stages: list[StageMemory], reference_config: HfConfig
+    args: DpoArgs, setup: Setup, stages: list[StageMemory], reference_config: HfConfig
 ) -> list[ReferenceMemory]:
     """Return the memory while the reference model is evaluated, by groups of ranks.
 

@@ -8,7 +8,7 @@ CUDA graphs and the fixed-size states of linear attention are not counted.
 import dataclasses
 from dataclasses import dataclass
 
-from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.commands import GrpoArgs
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.heads import Heads
 from swiftlite.families.family import HfConfig
@@ -43,7 +43,7 @@ class RolloutMemory:
 
 
 def estimate_rollouts(
-    args: DoctorArgs,
+    args: GrpoArgs,
     setup: Setup,
     stages: list[StageMemory],
     hf_config: HfConfig,
@@ -65,7 +65,7 @@ def estimate_rollouts(
     return RolloutMemory(stages[0].total, reference, teacher, engine, _cache_bytes(args, setup, hf_config))
 
 
-def _cache_bytes(args: DoctorArgs, setup: Setup, hf_config: HfConfig) -> int:
+def _cache_bytes(args: GrpoArgs, setup: Setup, hf_config: HfConfig) -> int:
     architecture = architecture_of(hf_config)
     rank = Rank(itemsize=setup.parameter_bytes, rows=args.max_batch_size, length=setup.max_length)
     heads = [architecture.mtp_block.attention] * setup.heads.layers

@@ -1,20 +1,11 @@
 """Define the properties of a run that determine its memory and time. This module does not import torch."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from swiftlite.args.commands import DoctorArgs, DpoArgs, SftArgs
-from swiftlite.args.fields import (
-    KernelArgs,
-    MtpMode,
-    OptimizerName,
-    ParallelLayout,
-    PrecisionArgs,
-    RecomputeArgs,
-    TransformerImpl,
-)
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import MtpMode, OptimizerName, ParallelLayout, RecomputeArgs, TransformerImpl
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora
 from swiftlite.families.architecture import Architecture
@@ -22,9 +13,11 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.index import FAMILIES, architecture_of, image_sizes
 from swiftlite.families.rank import FLOAT32, Rank
 from swiftlite.families.tower import FROZEN, TrainedParts
-from swiftlite.methods.index import method_for
-from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_of, layout_problems, parse_stages
-from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_problems
+from swiftlite.methods.index import method_of
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_problems, parse_stages
+from swiftlite.plan.low_precision import LowPrecision, model_problems
+from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import trained_parts_of
 
 
@@ -79,6 +72,42 @@ class Setup:
     freeze_llm: bool = False
     """Whether the trunk has no gradients of weights, but passes gradients to the tower."""
 
+    @classmethod
+    def of(cls, args: SftArgs, plan: Plan, images: ImageSetup | None = None) -> "Setup":
+        """Return the setup of a run.
+
+        Args:
+            plan: plan of the run with these options.
+            images: images of the rows; None without images.
+        """
+        rows, length = plan.micro_batch_size * method_of(args).sequences_per_sample, args.max_length
+        if plan.packing == "rows":
+            rows, length = plan.micro_batch_size, plan.packing_length
+        elif plan.packing == "step":
+            rows, length = 1, plan.packing_length
+        distributed, kernels = plan.distributed, plan.kernels
+        return cls(
+            layout=plan.layout,
+            recompute=group_of(args, RecomputeArgs),
+            num_gpus=plan.world_size,
+            optimizer=distributed.optimizer,
+            use_distributed_optimizer=bool(distributed.use_distributed_optimizer),
+            grad_reduce_in_bf16=distributed.grad_reduce_in_bf16,
+            num_distributed_optimizer_instances=distributed.num_distributed_optimizer_instances,
+            offload_fraction=distributed.optimizer_offload_fraction * distributed.optimizer_cpu_offload,
+            micro_batch_size=rows,
+            max_length=length,
+            parameter_bytes={"bfloat16": 2, "float32": FLOAT32}[args.torch_dtype],
+            heads=plan.heads,
+            mtp_mode=args.mtp_mode,
+            is_fused=kernels.is_fused,
+            lora=plan.lora,
+            transformer_impl=kernels.transformer_impl,
+            low_precision=kernels.low_precision,
+            images=images,
+            freeze_llm=args.freeze_llm,
+        )
+
 
 def gradient_bytes(setup: Setup) -> int:
     """Return the bytes of the accumulated gradient of a parameter."""
@@ -101,47 +130,16 @@ def main_weight_bytes(setup: Setup) -> int:
     return FLOAT32
 
 
-def planned_setup(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None = None) -> Setup:
-    """Return the setup of `doctor --plan`. Without --num_gpus, it has the minimum number of GPUs of the layout.
+def images_of(args: SftArgs, facts: Facts, images_per_row: int) -> ImageSetup | None:
+    """Return rows with a number of images of the maximum size; None without images.
 
     Args:
-        max_pixels: maximum number of pixels of an image without --max_pixels (`Facts.max_pixels`).
+        images_per_row: 0 without images.
     """
-    layout = layout_of(args)
-    per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
-    per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
-    num_gpus = args.num_gpus or math.lcm(per_replica, per_experts) * layout.pipeline_model_parallel_size
-    shares = args.use_distributed_optimizer
-    if shares is None:
-        shares = num_gpus > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
-    return Setup(
-        layout=layout,
-        recompute=group_of(args, RecomputeArgs),
-        num_gpus=num_gpus,
-        optimizer=args.optimizer,
-        use_distributed_optimizer=shares,
-        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        offload_fraction=args.optimizer_offload_fraction * args.optimizer_cpu_offload,
-        micro_batch_size=args.micro_batch_size * _sequences_per_sample(args),
-        max_length=args.max_length,
-        parameter_bytes={"bfloat16": 2, "float32": FLOAT32}[args.torch_dtype],
-        heads=_planned_heads(args, hf_config),
-        mtp_mode=args.mtp_mode,
-        is_fused=args.fused_kernels == "auto",  # a plan assumes GPUs
-        lora=_planned_lora(args, Heads.from_config(hf_config)),
-        transformer_impl=args.transformer_impl,
-        low_precision=low_precision_of(planned_kernels(args)),
-        images=_planned_images(args, hf_config, args.max_pixels or max_pixels),
-        freeze_llm=args.freeze_llm,
-    )
-
-
-def _planned_images(args: DoctorArgs, hf_config: HfConfig, max_pixels: int | None) -> ImageSetup | None:
-    sizes = image_sizes(hf_config)
-    if not args.images_per_row or max_pixels is None or sizes is None:
+    sizes, max_pixels = image_sizes(facts.hf_config), args.max_pixels or facts.max_pixels
+    if not images_per_row or max_pixels is None or sizes is None:
         return None
-    items_per_row = args.images_per_row * (max_pixels // sizes.group_size**2)
+    items_per_row = images_per_row * (max_pixels // sizes.group_size**2)
     return ImageSetup(items_per_row, trained_parts_of(args), args.vit_gradient_checkpointing)
 
 
@@ -154,59 +152,6 @@ def planned_architecture(hf_config: HfConfig, setup: Setup) -> Architecture:
     if setup.images is None:
         return architecture_of(hf_config)
     return FAMILIES[hf_config["model_type"]].with_images(hf_config).architecture(hf_config)
-
-
-def _sequences_per_sample(args: DoctorArgs) -> int:
-    """Return the number of sequences per sample of the planned method."""
-    if args.loss_type is None:
-        return method_for(SftArgs, args).sequences_per_sample
-    return method_for(DpoArgs, args).sequences_per_sample
-
-
-def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:
-    """Return the heads of a run with these options (`plan.heads.heads_of`).
-
-    Of the draft vocabulary of --draft_vocab, only the size is known; the ids are placeholders.
-    """
-    checkpoint = Heads.from_config(hf_config)
-    layers = args.mtp_num_layers
-    if layers is None:
-        layers = checkpoint.layers or int(args.mtp_mode == "heads_only")
-    if not layers:
-        return Heads(0, args.mtp_unroll)
-    draft_vocab = checkpoint.draft_vocab
-    if args.draft_vocab is not None:
-        draft_vocab = tuple(range(args.draft_vocab))
-    return Heads(layers, args.mtp_unroll, draft_vocab=draft_vocab)
-
-
-def planned_kernels(args: DoctorArgs) -> KernelArgs:
-    """Return the kernel options of a plan."""
-    return KernelArgs(**dataclasses.asdict(group_of(args, PrecisionArgs)))
-
-
-def _planned_lora(args: DoctorArgs, checkpoint: Heads) -> Lora | None:
-    """Return the adapters of a run with these options (`plan.heads.lora_of`).
-
-    Args:
-        checkpoint: heads of the model.
-    """
-    if args.tuner_type != "lora":
-        return None
-    heads_tuner = args.mtp_tuner
-    if heads_tuner is None:
-        heads_tuner = "lora" if checkpoint.layers else "full"  # new heads have no weights to adapt
-    on_trunk = args.mtp_mode != "heads_only"
-    targets, saved = tuple(args.target_modules), tuple(args.lora_modules_to_save)
-    return Lora(
-        args.lora_rank,
-        1.0,
-        has_magnitudes=args.use_dora,
-        targets=targets,
-        saved=saved,
-        on_trunk=on_trunk,
-        heads=heads_tuner,
-    )
 
 
 def is_possible(layout: ParallelLayout, architecture: Architecture, setup: Setup) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from swiftlite.args.fields import WaitingStatesArgs
+from swiftlite.args.fields import MtpArgs
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.plan.cost import memory
@@ -31,7 +31,7 @@ class StreamedMemory:
     flops_per_token: float
     state: int
 
-    def passes(self, num_tokens: float, states_gb: float = WaitingStatesArgs.stream_trunk_gb) -> int:
+    def passes(self, num_tokens: float, states_gb: float = MtpArgs.stream_trunk_gb) -> int:
         """Return how often the decoder layers are read: once for each group of rows, and for the checks."""
         return max(1, -int(-num_tokens * self.state // (states_gb * 1e9))) + READS_FOR_CHECKS
 

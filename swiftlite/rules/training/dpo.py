@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import DoctorArgs, DpoArgs
+from swiftlite.args.commands import DpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.families.index import FAMILIES, known_architecture
 from swiftlite.plan.facts import Facts, near_path
@@ -42,7 +42,7 @@ def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def reference_is_a_model(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def reference_is_a_model(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
     if args.ref_model is None:
         return
     directory, config = facts.described("ref_model")
@@ -69,7 +69,7 @@ def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
         yield from reference_layout_problems(args, facts)
 
 
-def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def reference_layout_problems(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
     """Yield problems of the reference model's layout that the trained model's layout does not have."""
     config = facts.hf_config
     if args.ref_model:

@@ -16,7 +16,7 @@ from swiftlite.args.fields import KernelArgs
 from swiftlite.args.mock_config import FLAG
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, lr_of
-from swiftlite.plan.kernels import kernel_problems, largest_head, this_machine
+from swiftlite.plan.kernels import kernel_problems, largest_head
 from swiftlite.plan.layout import (
     choices,
     data_parallel_size,
@@ -40,7 +40,6 @@ from swiftlite.rules.training import (
     sft_resume,
     sft_vision,
 )
-from swiftlite.runtime.environment import sees_gpu
 
 NO_HEADS = "the model has no MTP layers"
 Idle = dict[str, tuple[bool, str]]
@@ -90,7 +89,7 @@ def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[P
 def kernels_are_here(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     kernels = group_of(args, KernelArgs)
     head = largest_head(facts.architecture)
-    yield from kernel_problems(kernels, this_machine(sees_gpu()), is_float32=args.torch_dtype == "float32", head=head)
+    yield from kernel_problems(kernels, facts.machine, is_float32=args.torch_dtype == "float32", head=head)
 
 
 def low_precision_fits_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:

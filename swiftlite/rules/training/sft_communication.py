@@ -12,7 +12,6 @@ from swiftlite.families.mlp import MixtureOfExperts
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import instances_problems, layout_of, process_problems, ranks_with_same_parameters
 from swiftlite.plan.run import distributed_of
-from swiftlite.runtime.environment import sees_gpu
 
 _BACKEND_MODULES = {"deepep": "deep_ep", "hybridep": "hybrid_ep_cpp"}
 _HINT_TO_DISTRIBUTE = "remove it, or set --expert_model_parallel_size for a model with experts"
@@ -21,7 +20,7 @@ _HINT_TO_DISTRIBUTE = "remove it, or set --expert_model_parallel_size for a mode
 def distributed_in(args: SftArgs, facts: Facts) -> DistributedArgs:
     """Return the options of the distributed optimizer with their defaults in this run."""
     replicas, _ = ranks_with_same_parameters(layout_of(args), facts.world_size)
-    return distributed_of(args, replicas, sees_gpu())
+    return distributed_of(args, replicas, facts.machine.is_cuda)
 
 
 def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -47,7 +46,7 @@ def optimizer_has_its_instances(args: SftArgs, facts: Facts) -> Iterator[Problem
 def optimizer_can_leave_the_gpu(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.optimizer_cpu_offload:
         return
-    if not sees_gpu():
+    if not facts.machine.is_cuda:
         problem = "--optimizer_cpu_offload true requires GPUs; without them, the optimizer is on the host"
         yield problem, "remove --optimizer_cpu_offload"
     if (args.megatron_config or {}).get("decoupled_weight_decay") is False:
@@ -58,7 +57,7 @@ def optimizer_can_leave_the_gpu(args: SftArgs, facts: Facts) -> Iterator[Problem
 def nccl_can_register_buffers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.nccl_ub:
         return
-    if not sees_gpu():
+    if not facts.machine.is_cuda:
         yield "--nccl_ub true requires GPUs, whose memory NCCL registers", "remove --nccl_ub"
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -76,7 +75,7 @@ def tokens_reach_their_experts(args: SftArgs, facts: Facts) -> Iterator[Problem]
         return
     if name == "flex":
         flag += f" --moe_flex_dispatcher_backend {args.moe_flex_dispatcher_backend}"
-        yield from _flex_problems(flag, args)
+        yield from _flex_problems(flag, args, facts)
     is_gathering = name == "allgather" or args.moe_flex_dispatcher_backend == "hybridep"
     if is_gathering and args.tensor_model_parallel_size % _expert_ranks(args):
         yield (
@@ -113,9 +112,9 @@ def shared_experts_can_overlap(args: SftArgs, facts: Facts) -> Iterator[Problem]
         )
 
 
-def _flex_problems(flag: str, args: SftArgs) -> Iterator[Problem]:
+def _flex_problems(flag: str, args: SftArgs, facts: Facts) -> Iterator[Problem]:
     module = _BACKEND_MODULES[args.moe_flex_dispatcher_backend]
-    if not sees_gpu():
+    if not facts.machine.is_cuda:
         yield f"{flag} requires GPUs", "use --moe_token_dispatcher_type alltoall"
     if find_spec(module) is None:
         yield (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 
-from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.base.lora import ALL_LINEAR, is_named
 from swiftlite.bridge.adapters.rows import is_linear, leaf_of, module_of, modules_of
@@ -26,11 +26,10 @@ _OPTIONS = (
 )
 
 
-def lora_options_have_adapters(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def lora_options_have_adapters(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.tuner_type == "lora":
         return
-    known = [name for name in _OPTIONS if hasattr(args, name)]
-    given = [f"--{name}" for name in common.changed(args, known)]
+    given = [f"--{name}" for name in common.changed(args, _OPTIONS)]
     if given:
         yield f"{', '.join(given)} requires --tuner_type lora", "add --tuner_type lora"
 

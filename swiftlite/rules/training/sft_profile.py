@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.plan.facts import Facts
-from swiftlite.runtime.environment import sees_gpu
 
 _RECORDS = {"memory": "the memory of a GPU", "nsys": "the work of a GPU"}
 
@@ -29,6 +28,6 @@ def profile_can_be_recorded(args: SftArgs, facts: Facts) -> Iterator[Problem]:
             f"--profile_ranks {given} must be different ranks of this run, which are 0 to {facts.world_size - 1}",
             "for example --profile_ranks 0",
         )
-    if args.profile_kind in _RECORDS and not args.dry_run and not sees_gpu():
+    if args.profile_kind in _RECORDS and not args.dry_run and not facts.machine.is_cuda:
         problem = f"--profile_kind {args.profile_kind} records {_RECORDS[args.profile_kind]}, and there is no GPU here"
         yield problem, "use --profile_kind torch, which also profiles a CPU"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.families.index import FAMILIES
 from swiftlite.plan.facts import Facts
@@ -17,7 +17,7 @@ def has_tower(facts: Facts) -> bool:
     )
 
 
-def frozen_parts_can_be_trained(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def frozen_parts_can_be_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     trained = [f"--{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(args, name)]
     given = " and ".join(trained)
     if trained and not has_tower(facts) and facts.hf_config:
@@ -28,7 +28,7 @@ def frozen_parts_can_be_trained(args: SftArgs | DoctorArgs, facts: Facts) -> Ite
         yield f"{given} is not supported with --tuner_type lora", "use --tuner_type full"
 
 
-def something_is_trained(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+def something_is_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.freeze_llm and args.tuner_type == "lora":
         yield "--freeze_llm true is not supported with --tuner_type lora", "remove --freeze_llm"
     elif args.freeze_llm and args.freeze_vit and args.freeze_aligner:

@@ -1,9 +1,9 @@
-"""Rules of the teacher of `megatron gkd` and `megatron grpo`, and of their plans."""
+"""Rules of the teacher of `megatron gkd` and `megatron grpo`."""
 
 from collections.abc import Iterator
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import DoctorArgs, GkdArgs, GrpoArgs
+from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.families.index import FAMILIES, known_architecture
 from swiftlite.plan.distillation import teacher_layout
@@ -11,7 +11,7 @@ from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 
-def teacher_is_a_model(args: DoctorArgs | GkdArgs | GrpoArgs, facts: Facts) -> Iterator[Problem]:
+def teacher_is_a_model(args: GkdArgs | GrpoArgs, facts: Facts) -> Iterator[Problem]:
     if args.teacher_model is None:
         return
     directory, config = facts.described("teacher_model")
@@ -33,8 +33,8 @@ def teacher_is_a_model(args: DoctorArgs | GkdArgs | GrpoArgs, facts: Facts) -> I
         )
 
 
-def teacher_fits_the_layout(args: DoctorArgs | GkdArgs | GrpoArgs, facts: Facts) -> Iterator[Problem]:
-    """Reject layouts that suit the trained model but not the teacher. `doctor --plan` has the same rule."""
+def teacher_fits_the_layout(args: GkdArgs | GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject layouts that suit the trained model but not the teacher."""
     if args.teacher_model is None or out_of_bounds(args):
         return
     architecture = known_architecture(facts.described("teacher_model")[1])

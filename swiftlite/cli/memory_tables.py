@@ -1,0 +1,198 @@
+"""Describe the memory of a run as tables, for `doctor --plan` and `--dry_run`."""
+
+from dataclasses import dataclass
+
+from swiftlite.args.commands import DpoArgs, GkdArgs, GrpoArgs, SftArgs
+from swiftlite.bridge.encoding.quantization import describe_quantization
+from swiftlite.families.family import HfConfig
+from swiftlite.families.index import image_sizes
+from swiftlite.methods.index import method_of
+from swiftlite.plan.cost import memory
+from swiftlite.plan.cost.gpus import GPUS
+from swiftlite.plan.cost.reference_memory import ReferenceMemory, estimate_reference
+from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
+from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.cost.streamed_memory import estimate_streamed
+from swiftlite.plan.cost.teacher_memory import teacher_weights
+from swiftlite.plan.cost.timing import PRODUCT_EFFICIENCY
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.preference import preference_of
+from swiftlite.plan.run import Plan
+from swiftlite.report.table import text_table
+
+GB = 1e9
+_COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activations", "logits", "total", "holds")
+_COLUMNS_OF_REFERENCE = (
+    *("ranks", "stage", "model", "reference stage"),
+    *("weights", "a layer", "logits", "total", "in training"),
+)
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """The memory of ranks at one time of a run.
+
+    Attributes:
+        lines: the table with its heading and notes.
+        peak: the largest total in bytes.
+        where: where the peak is, such as "on stage 0".
+        hint: what reduces the peak.
+    """
+
+    lines: list[str]
+    peak: int
+    where: str
+    hint: str = ""
+
+
+def lines_of_run(args: SftArgs, plan: Plan, facts: Facts) -> list[str]:
+    """Return the memory of a run for `--dry_run`; empty if the sizes of the model are unknown."""
+    if facts.architecture is None:
+        return []
+    setup = Setup.of(args, plan)
+    if args.stream_trunk:
+        return [streamed_trunk(facts.hf_config, setup, args.stream_trunk_gb)]
+    lines: list[str] = []
+    for table in memory_tables(args, facts, setup):
+        lines += table.lines
+    if image_sizes(facts.hf_config):
+        lines.append("  for rows without images; doctor --plan --images_per_row also counts images")
+    return lines
+
+
+def memory_tables(args: SftArgs, facts: Facts, setup: Setup) -> list[MemoryTable]:
+    """Return the memory of a training step, and of what the method loads in addition to the trained model."""
+    stages = memory.estimate(facts.hf_config, setup)
+    tables = [_stages_table(facts, setup, stages)]
+    if isinstance(args, DpoArgs) and preference_of(args).needs_reference:
+        tables.append(_reference_table(args, facts, setup, stages))
+    if isinstance(args, GrpoArgs | GkdArgs) and args.teacher_model:
+        tables.append(_teacher_table(args, facts, setup, stages))
+    if isinstance(args, GrpoArgs) and not (args.rollout_server or args.rollouts_from):
+        tables.append(_rollouts_table(args, facts, setup, stages))
+    return tables
+
+
+def _stages_table(facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> MemoryTable:
+    lines = ["GB (1e9 bytes) on one rank of each pipeline stage"]
+    lines.append(text_table([_COLUMNS, *map(_stage_row, range(len(stages)), stages)], indent="  ", numbers=True))
+    if any(stage.in_flight > 1 for stage in stages):
+        lines.append("  (xN): activations of N forward passes in flight")
+    if setup.low_precision:
+        copies = max(stage.quantized for stage in stages)
+        lines.append(f"  weights: including {copies / GB:.2f} GB of copies in low precision")
+    if setup.offload_fraction:
+        moved, host = max(stage.offloaded for stage in stages), max(stage.host for stage in stages)
+        on_host = f"{moved / GB:.2f} GB of moments on the host, where a rank uses {host / GB:.2f} GB"
+        lines.append(f"  optimizer: without {on_host}")
+    if quantization := describe_quantization(facts.hf_config):
+        lines.append(f"  weights: the model is quantized ({quantization}) and decoded when it is loaded")
+    most = memory.largest(stages)
+    return MemoryTable(lines, most.total, f"on stage {stages.index(most)}")
+
+
+def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
+    """Return the table row with the memory of one rank of a pipeline stage, with the columns _COLUMNS."""
+    activations = f"{(stage.activations + stage.recomputed) / GB:.2f}"
+    if stage.in_flight > 1:
+        activations += f" (x{stage.in_flight})"
+    return (
+        str(number),
+        f"{stage.parameters:,}",
+        f"{(stage.weights + stage.quantized) / GB:.2f}",
+        f"{stage.gradients / GB:.2f}",
+        f"{stage.optimizer / GB:.2f}",
+        activations,
+        f"{stage.logits / GB:.2f}",
+        f"{stage.total / GB:.2f}",
+        stage.holds,
+    )
+
+
+def streamed_trunk(hf_config: HfConfig, setup: Setup, states_gb: float) -> str:
+    """Return a description of the estimated memory and time of --stream_trunk.
+
+    Args:
+        states_gb: memory of the host for waiting states (--stream_trunk_gb).
+    """
+    streamed = estimate_streamed(hf_config, setup)
+    flops = 1e6 * streamed.flops_per_token
+    seconds = flops / (GPUS["H100"].peak_flops * PRODUCT_EFFICIENCY * setup.num_gpus)
+    passes = streamed.passes(1e6, states_gb)
+    return (
+        f"--stream_trunk: {streamed.peak / GB:.2f} GB on one rank; for one million tokens, layers of "
+        f"{streamed.trunk / GB:.1f} GB are read {passes} times, and {flops:.2g} FLOPs take about "
+        f"{seconds:.0f} s on {setup.num_gpus} H100"
+    )
+
+
+def _reference_table(args: DpoArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> MemoryTable:
+    """Return the memory of ranks of `megatron dpo` before the first step."""
+    config = facts.hf_config
+    if args.ref_model:
+        _, config = facts.described("ref_model")
+    parts = estimate_reference(args, setup, stages, config)
+    rows = [_COLUMNS_OF_REFERENCE, *(_reference_row(part, stages) for part in parts)]
+    lines = [
+        "GB on one rank before the first step, while the reference model runs; it is freed before training",
+        text_table(rows, indent="  ", numbers=True),
+        "  (model: weights, gradients and float32 weights, without the optimizer's moments)",
+    ]
+    most = max(parts, key=lambda part: part.total)
+    hint = "increase --ref_tensor_model_parallel_size or --ref_pipeline_model_parallel_size"
+    return MemoryTable(lines, most.total, f"on {_ranks(most)}", hint)
+
+
+def _ranks(part: ReferenceMemory) -> str:
+    if part.first == part.last:
+        return f"rank {part.first}"
+    return f"ranks {part.first}-{part.last}"
+
+
+def _reference_row(part: ReferenceMemory, stages: list[memory.StageMemory]) -> tuple[str, ...]:
+    sizes = (part.reference, part.layer, part.logits, part.total, stages[part.stage].total)
+    reference_stage = "-"
+    if part.reference_stage is not None:
+        reference_stage = str(part.reference_stage)
+    return (
+        _ranks(part).split()[1],
+        str(part.stage),
+        f"{part.model / GB:.2f}",
+        reference_stage,
+        *(f"{size / GB:.2f}" for size in sizes),
+    )
+
+
+def _teacher_table(
+    args: GrpoArgs | GkdArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]
+) -> MemoryTable:
+    """Return the memory of ranks with the weights of the teacher."""
+    _, config = facts.described("teacher_model")
+    rows, totals = [("stage", "model", "teacher", "total")], []
+    for number, (stage, teacher) in enumerate(zip(stages, teacher_weights(setup, config), strict=True)):
+        totals.append(stage.total + teacher)
+        rows.append((str(number), f"{stage.total / GB:.2f}", f"{teacher / GB:.2f}", f"{totals[-1] / GB:.2f}"))
+    heading = f"GB on one rank with the teacher, whose weights stay in memory ({method_of(args).words})"
+    hint = "increase --tensor_model_parallel_size or --pipeline_model_parallel_size"
+    return MemoryTable([heading, text_table(rows, indent="  ", numbers=True)], max(totals), "with the teacher", hint)
+
+
+def _rollouts_table(args: GrpoArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> MemoryTable:
+    """Return the memory of the GPU that trainer and engine share, and the FLOPs of completions."""
+    config = reference = facts.hf_config
+    if args.ref_model:
+        _, reference = facts.described("ref_model")
+    teacher = facts.described("teacher_model")[1] if args.teacher_model else None
+    shared = estimate_rollouts(args, setup, stages, config, reference, teacher)
+    columns = ("trainer", "reference", "teacher", "engine", "KV cache", "total")
+    sizes = (shared.trainer, shared.reference, shared.teacher, shared.engine, shared.cache, shared.total)
+    drawn, trained = rollout_flops(config, setup, args.max_completion_length)
+    of_row = f"{args.max_completion_length} tokens, of a row of {setup.max_length}"
+    lines = [
+        "GB on the GPU of the first rank, which the engine shares (megatron grpo)",
+        text_table([columns, tuple(f"{size / GB:.2f}" for size in sizes)], indent="  ", numbers=True),
+        f"  (KV cache: {args.max_batch_size} sequences of {setup.max_length} tokens)",
+        f"  FLOPs for a completion of {of_row}: {drawn:.2g} to draw without drafts, {trained:.2g} to train on",
+    ]
+    hint = "use a smaller --max_batch_size or --max_length, or more GPUs for the trainer"
+    return MemoryTable(lines, shared.total, "with the engine", hint)

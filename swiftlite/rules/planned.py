@@ -1,0 +1,170 @@
+"""Rules of `doctor --plan`: the rules of the planned command, except those about files and software, and rules for the
+options of doctor.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from swiftlite.args.command_line import shell_line
+from swiftlite.args.commands import PlannedRun, SftArgs
+from swiftlite.args.config import Problem
+from swiftlite.args.docs import options
+from swiftlite.args.fields import KernelArgs, RecomputeArgs
+from swiftlite.base.errors import UserError
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.families.index import image_sizes
+from swiftlite.methods.index import method_of
+from swiftlite.plan.cost.gpus import GPUS
+from swiftlite.plan.cost.setup import images_of
+from swiftlite.plan.facts import Facts, near_path
+from swiftlite.plan.heads import with_source_of_heads
+from swiftlite.plan.layout import group_of, layout_of, process_problems
+from swiftlite.plan.low_precision import low_precision_of
+from swiftlite.rules import common
+from swiftlite.rules.training import gkd, grpo, sft, sft_data, sft_report, sft_resume
+
+_OF_FILES_AND_SOFTWARE = (
+    common.hf_model_is_a_directory,
+    common.val_dataset_files_exist,
+    common.output_dir_is_given,
+    common.optimizer_is_installed,
+    sft_data.dataset_files_exist,
+    sft_report.report_to_can_be,
+    grpo.rewards_are_given,
+    grpo.engine_can_generate,
+    gkd.completions_can_be_drawn,
+)
+_OF_BATCHES = (sft.global_batch_divides, sft.virtual_stages_have_micro_batches)
+"""Rules of the number of micro-batches in a step, on which memory does not depend."""
+_OF_ALL_SIZES = (
+    *(field.name for field in fields(RecomputeArgs)),
+    "fused_kernels",
+    "grad_reduce_in_bf16",
+    "max_length",
+    "micro_batch_size",
+    "optimizer",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "torch_dtype",
+    "use_distributed_optimizer",
+)
+"""Options of a plan without --model, which compares full training, adapters and heads."""
+
+
+def own_numbers_are_in_range(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+    yield from common.numbers_are_in_range(args.own, facts)
+
+
+def model_has_a_config(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+    if not args.run.model or facts.hf_config:
+        return
+    given = f"--model {args.run.model}"
+    hint = "give the directory of a Hugging Face model"
+    if not facts.directory.is_dir():
+        yield f"{given} is not a directory", near_path(facts.directory) or hint
+        return
+    try:
+        read_config(facts.directory)
+    except UserError as error:
+        yield f"--model {error.problem}", error.hint or hint
+    else:
+        yield f"{given}: config.json has no settings", hint
+
+
+def other_options_have_a_model(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+    if args.run.model:
+        return
+    for part in (args.own, args.run):
+        for name in common.changed(part, set(options(type(part))) - {"plan", *_OF_ALL_SIZES}):
+            problem = f"--{name} {shell_line(getattr(part, name))} with --plan requires --model"
+            yield problem, "add --model DIRECTORY, or remove it to plan all sizes of Qwen3"
+
+
+def gpus_hold_the_layout(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+    if not args.own.num_gpus:
+        return
+    for problem, _ in process_problems(layout_of(args.run), facts.world_size):
+        yield f"--num_gpus {args.own.num_gpus}: {problem}", "remove --num_gpus for the minimum of this layout"
+
+
+def speed_has_a_gpu(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+    own, run = args.own, args.run
+    if own.gpu_type is None:
+        return
+    given, words = f"--gpu_type {own.gpu_type}", method_of(run).words
+    if own.gpu_type not in GPUS:
+        yield f"unknown GPU: {given}", f"use one of {', '.join(GPUS)}"
+    if own.num_gpus is None:
+        yield f"{given} requires --num_gpus", "add --num_gpus 8"
+    if type(run) is not SftArgs:
+        problem = f"{given} does not support the options of {words}: speed is estimated only for megatron sft"
+        yield problem, "remove --gpu_type"
+    low = low_precision_of(group_of(run, KernelArgs))
+    if low and own.gpu_type in GPUS and GPUS[own.gpu_type].capability < low.capability:
+        yield (
+            f"{low.flag} requires compute capability {low.capability}, but {given} has {GPUS[own.gpu_type].capability}",
+            "remove it, or use another --gpu_type",
+        )
+    if run.torch_dtype == "float32":
+        problem = f"{given} does not support --torch_dtype float32: speed is estimated only for bfloat16"
+        yield problem, "remove --torch_dtype"
+    if run.optimizer_cpu_offload:
+        problem = f"{given} does not support --optimizer_cpu_offload true: the host's speed is unknown"
+        yield problem, "remove one of the two"
+
+
+def images_are_planned(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+    number, run = args.own.images_per_row, args.run
+    given, sizes = f"--images_per_row {number}", image_sizes(facts.hf_config)
+    if not number:
+        return
+    if args.own.gpu_type:
+        yield f"{given} is not supported with --gpu_type: speed is estimated for rows without images", "remove one"
+    if type(run) is not SftArgs:
+        words = method_of(run).words
+        yield f"{given} does not support the options of {words}: images are planned for megatron sft", "remove it"
+    images = images_of(run, facts, number)
+    if sizes is None and facts.hf_config:
+        yield f"{given} requires a model with a vision tower", "remove it"
+    elif sizes is not None and images is None:
+        problem = f"{given} requires --max_pixels, because the model has no maximum in preprocessor_config.json"
+        yield problem, "add --max_pixels 1003520"
+    elif images is not None and images.items_per_row > run.max_length:
+        num_items = images.items_per_row
+        size = f"--max_pixels {run.max_pixels or facts.max_pixels}"
+        problem = f"{given} with {size}: {num_items} tokens, over --max_length {run.max_length}"
+        yield problem, f"use --max_length {num_items} or more, or a smaller --max_pixels"
+
+
+def run_is_possible(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+    if any(True for _ in gpus_hold_the_layout(args, facts)):
+        return  # the rules of a run would report it again
+    run = with_source_of_heads(args.run, facts.heads)
+    for rule in method_of(run).load_rules().RULES:
+        original = inspect.unwrap(rule)  # of a rule in `common.without_options`
+        is_planned = inspect.getmodule(original) is not sft_resume
+        if is_planned and original not in (*_OF_FILES_AND_SOFTWARE, *_OF_BATCHES):
+            yield from rule(run, facts)
+
+
+def run_settings_have_an_effect(args: PlannedRun, facts: Facts) -> Iterator[str]:
+    notes: Any = method_of(args.run).load_rules().NOTES
+    if args.run.mtp_mode == "heads_only":  # a plan of heads also estimates --stream_trunk
+        notes = common.without_options(notes, ["stream_trunk_gb"])
+    run = with_source_of_heads(args.run, facts.heads)
+    for note in notes:
+        yield from note(run, facts)
+
+
+RULES = (
+    own_numbers_are_in_range,
+    model_has_a_config,
+    other_options_have_a_model,
+    gpus_hold_the_layout,
+    speed_has_a_gpu,
+    images_are_planned,
+    run_is_possible,
+)
+NOTES = (run_settings_have_an_effect,)
