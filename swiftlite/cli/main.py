@@ -23,7 +23,7 @@ from swiftlite.base.redact import redact_text, remember
 from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.fetch import claim_checkpoint_store, fetch, fetch_checkpoint, hold_commits
 from swiftlite.cli.help import command_help, overview
-from swiftlite.cli.memory_tables import lines_of_run
+from swiftlite.cli.memory_tables import memory_section
 from swiftlite.cli.parse import parse
 from swiftlite.cli.planned import planned_command, separate
 from swiftlite.cli.table import Command, commands, find
@@ -260,7 +260,7 @@ def _dry_run(args: SftArgs, world_size: int, processes: start.Processes) -> str:
         if processes.min_nodes < processes.nnodes:
             restarts += f"; on {', '.join(map(str, _node_counts(args, processes)))} nodes"
     text = render(args, plan, facts.heads, schedule, describe_quantization(facts.hf_config), restarts)
-    return "\n".join([text, *lines_of_run(args, plan, facts)])
+    return text + memory_section(args, plan, facts)
 
 
 def _count_rows(dataset: list[str]) -> int | None:

@@ -1,20 +1,18 @@
 """Describe the memory of a run as tables, for `doctor --plan` and `--dry_run`."""
 
+import textwrap
 from dataclasses import dataclass
 
 from swiftlite.args.commands import DpoArgs, GkdArgs, GrpoArgs, SftArgs
 from swiftlite.bridge.encoding.quantization import describe_quantization
-from swiftlite.families.family import HfConfig
 from swiftlite.families.index import image_sizes
 from swiftlite.methods.index import method_of
 from swiftlite.plan.cost import memory
-from swiftlite.plan.cost.gpus import GPUS
 from swiftlite.plan.cost.reference_memory import ReferenceMemory, estimate_reference
 from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.cost.streamed_memory import estimate_streamed
 from swiftlite.plan.cost.teacher_memory import teacher_weights
-from swiftlite.plan.cost.timing import PRODUCT_EFFICIENCY
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.preference import preference_of
 from swiftlite.plan.run import Plan
@@ -45,19 +43,20 @@ class MemoryTable:
     hint: str = ""
 
 
-def lines_of_run(args: SftArgs, plan: Plan, facts: Facts) -> list[str]:
-    """Return the memory of a run for `--dry_run`; empty if the sizes of the model are unknown."""
+def memory_section(args: SftArgs, plan: Plan, facts: Facts) -> str:
+    """Return the text about memory that `--dry_run` prints; empty if the sizes of the model are unknown."""
     if facts.architecture is None:
-        return []
-    setup = Setup.of(args, plan)
+        return ""
+    setup, lines = Setup.of(args, plan), []
     if args.stream_trunk:
-        return [streamed_trunk(facts.hf_config, setup, args.stream_trunk_gb)]
-    lines: list[str] = []
-    for table in memory_tables(args, facts, setup):
-        lines += table.lines
+        peak = estimate_streamed(facts.hf_config, setup).peak
+        lines.append(f"{peak / GB:.2f} GB (1e9 bytes) on one rank, with --stream_trunk")
+    else:
+        for table in memory_tables(args, facts, setup):
+            lines += table.lines
     if image_sizes(facts.hf_config):
-        lines.append("  for rows without images; doctor --plan --images_per_row also counts images")
-    return lines
+        lines.append("for rows without images; doctor --plan --images_per_row also counts images")
+    return "\nmemory\n" + textwrap.indent("\n".join(lines), "  ")
 
 
 def memory_tables(args: SftArgs, facts: Facts, setup: Setup) -> list[MemoryTable]:
@@ -96,34 +95,12 @@ def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
     activations = f"{(stage.activations + stage.recomputed) / GB:.2f}"
     if stage.in_flight > 1:
         activations += f" (x{stage.in_flight})"
-    return (
-        str(number),
-        f"{stage.parameters:,}",
-        f"{(stage.weights + stage.quantized) / GB:.2f}",
-        f"{stage.gradients / GB:.2f}",
-        f"{stage.optimizer / GB:.2f}",
-        activations,
-        f"{stage.logits / GB:.2f}",
-        f"{stage.total / GB:.2f}",
-        stage.holds,
-    )
+    state = _cells(stage.weights + stage.quantized, stage.gradients, stage.optimizer)
+    return (str(number), f"{stage.parameters:,}", *state, activations, *_cells(stage.logits, stage.total), stage.holds)
 
 
-def streamed_trunk(hf_config: HfConfig, setup: Setup, states_gb: float) -> str:
-    """Return a description of the estimated memory and time of --stream_trunk.
-
-    Args:
-        states_gb: memory of the host for waiting states (--stream_trunk_gb).
-    """
-    streamed = estimate_streamed(hf_config, setup)
-    flops = 1e6 * streamed.flops_per_token
-    seconds = flops / (GPUS["H100"].peak_flops * PRODUCT_EFFICIENCY * setup.num_gpus)
-    passes = streamed.passes(1e6, states_gb)
-    return (
-        f"--stream_trunk: {streamed.peak / GB:.2f} GB on one rank; for one million tokens, layers of "
-        f"{streamed.trunk / GB:.1f} GB are read {passes} times, and {flops:.2g} FLOPs take about "
-        f"{seconds:.0f} s on {setup.num_gpus} H100"
-    )
+def _cells(*sizes: int) -> tuple[str, ...]:
+    return tuple(f"{size / GB:.2f}" for size in sizes)
 
 
 def _reference_table(args: DpoArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> MemoryTable:
@@ -150,17 +127,11 @@ def _ranks(part: ReferenceMemory) -> str:
 
 
 def _reference_row(part: ReferenceMemory, stages: list[memory.StageMemory]) -> tuple[str, ...]:
-    sizes = (part.reference, part.layer, part.logits, part.total, stages[part.stage].total)
+    sizes = _cells(part.reference, part.layer, part.logits, part.total, stages[part.stage].total)
     reference_stage = "-"
     if part.reference_stage is not None:
         reference_stage = str(part.reference_stage)
-    return (
-        _ranks(part).split()[1],
-        str(part.stage),
-        f"{part.model / GB:.2f}",
-        reference_stage,
-        *(f"{size / GB:.2f}" for size in sizes),
-    )
+    return (_ranks(part).split()[1], str(part.stage), *_cells(part.model), reference_stage, *sizes)
 
 
 def _teacher_table(
@@ -168,10 +139,11 @@ def _teacher_table(
 ) -> MemoryTable:
     """Return the memory of ranks with the weights of the teacher."""
     _, config = facts.described("teacher_model")
-    rows, totals = [("stage", "model", "teacher", "total")], []
+    rows: list[tuple[str, ...]] = [("stage", "model", "teacher", "total")]
+    totals = []
     for number, (stage, teacher) in enumerate(zip(stages, teacher_weights(setup, config), strict=True)):
         totals.append(stage.total + teacher)
-        rows.append((str(number), f"{stage.total / GB:.2f}", f"{teacher / GB:.2f}", f"{totals[-1] / GB:.2f}"))
+        rows.append((str(number), *_cells(stage.total, teacher, totals[-1])))
     heading = f"GB on one rank with the teacher, whose weights stay in memory ({method_of(args).words})"
     hint = "increase --tensor_model_parallel_size or --pipeline_model_parallel_size"
     return MemoryTable([heading, text_table(rows, indent="  ", numbers=True)], max(totals), "with the teacher", hint)
@@ -185,12 +157,12 @@ def _rollouts_table(args: GrpoArgs, facts: Facts, setup: Setup, stages: list[mem
     teacher = facts.described("teacher_model")[1] if args.teacher_model else None
     shared = estimate_rollouts(args, setup, stages, config, reference, teacher)
     columns = ("trainer", "reference", "teacher", "engine", "KV cache", "total")
-    sizes = (shared.trainer, shared.reference, shared.teacher, shared.engine, shared.cache, shared.total)
+    sizes = _cells(shared.trainer, shared.reference, shared.teacher, shared.engine, shared.cache, shared.total)
     drawn, trained = rollout_flops(config, setup, args.max_completion_length)
     of_row = f"{args.max_completion_length} tokens, of a row of {setup.max_length}"
     lines = [
         "GB on the GPU of the first rank, which the engine shares (megatron grpo)",
-        text_table([columns, tuple(f"{size / GB:.2f}" for size in sizes)], indent="  ", numbers=True),
+        text_table([columns, sizes], indent="  ", numbers=True),
         f"  (KV cache: {args.max_batch_size} sequences of {setup.max_length} tokens)",
         f"  FLOPs for a completion of {of_row}: {drawn:.2g} to draw without drafts, {trained:.2g} to train on",
     ]

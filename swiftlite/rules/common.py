@@ -18,7 +18,6 @@ from swiftlite.args.data_file import DATA_SUFFIXES, is_number_of_rows, split_sam
 from swiftlite.args.docs import options
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads, depth_key
-from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
@@ -112,6 +111,17 @@ def _is_too_long(path: str) -> bool:
 
 
 def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
+    if problems := list(hf_model_is_described(args, facts)):
+        yield from problems
+    elif facts.directory == Path(args.model) and not any(facts.directory.glob("*.safetensors")):
+        hint = "download the weights to this directory"
+        if any(facts.directory.glob("*.bin")):
+            hint = "convert the weights: load and save the model with transformers' save_pretrained"
+        yield f"--model {facts.directory} has no *.safetensors file", hint
+
+
+def hf_model_is_described(args: Any, facts: Facts) -> Iterator[Problem]:
+    """Require the directory and config.json of a model, but no weights."""
     if not args.model:
         yield (
             "--model is required",
@@ -140,11 +150,6 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
             f"--model {path}: config.json is not a JSON object with a model's settings",
             "download config.json again",
         )
-    elif path == Path(args.model) and not any(path.glob("*.safetensors")):
-        hint = "download the weights to this directory"
-        if any(path.glob("*.bin")):
-            hint = "convert the weights: load and save the model with transformers' save_pretrained"
-        yield f"--model {path} has no *.safetensors file", hint
 
 
 def _absent_model(model: str) -> Problem:
@@ -306,14 +311,9 @@ def images_have_a_place_and_a_size(args: Any, facts: Facts) -> Iterator[Problem]
             f"use --min_pixels {args.max_pixels} or less",
         )
     sizes = image_sizes(facts.hf_config)
-    if sizes is not None and args.max_pixels is not None:
-        yield from max_pixels_has_an_item(args.max_pixels, sizes)
-
-
-def max_pixels_has_an_item(max_pixels: int, sizes: ImageSizes) -> Iterator[Problem]:
-    one_item = sizes.group_size**2
-    if max_pixels < one_item:
-        problem = f"--max_pixels {max_pixels} is less than the {one_item} pixels of one image token"
+    if sizes is not None and args.max_pixels is not None and args.max_pixels < sizes.group_size**2:
+        one_item = sizes.group_size**2
+        problem = f"--max_pixels {args.max_pixels} is less than the {one_item} pixels of one image token"
         yield problem, f"use {one_item} or more"
 
 

@@ -4,21 +4,18 @@ options of doctor.
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import PlannedRun, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.args.fields import KernelArgs, RecomputeArgs
-from swiftlite.base.errors import UserError
-from swiftlite.bridge.hf_config import read_config
+from swiftlite.args.fields import DistributedArgs, KernelArgs, RecomputeArgs
 from swiftlite.families.index import image_sizes
 from swiftlite.methods.index import method_of
 from swiftlite.plan.cost.gpus import GPUS
 from swiftlite.plan.cost.setup import images_of
-from swiftlite.plan.facts import Facts, near_path
+from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import with_source_of_heads
 from swiftlite.plan.layout import group_of, layout_of, process_problems
 from swiftlite.plan.low_precision import low_precision_of
@@ -38,39 +35,19 @@ _OF_FILES_AND_SOFTWARE = (
 )
 _OF_BATCHES = (sft.global_batch_divides, sft.virtual_stages_have_micro_batches)
 """Rules of the number of micro-batches in a step, on which memory does not depend."""
-_OF_ALL_SIZES = (
-    *(field.name for field in fields(RecomputeArgs)),
-    "fused_kernels",
-    "grad_reduce_in_bf16",
-    "max_length",
-    "micro_batch_size",
-    "optimizer",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "torch_dtype",
-    "use_distributed_optimizer",
+_OF_ALL_SIZES = {"fused_kernels", "max_length", "micro_batch_size", "torch_dtype"}.union(
+    options(RecomputeArgs), options(DistributedArgs)
 )
-"""Options of a plan without --model, which compares full training, adapters and heads."""
+"""Options of a plan without --model, which compares full training, adapters and heads on one GPU."""
 
 
 def own_numbers_are_in_range(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
     yield from common.numbers_are_in_range(args.own, facts)
 
 
-def model_has_a_config(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
-    if not args.run.model or facts.hf_config:
-        return
-    given = f"--model {args.run.model}"
-    hint = "give the directory of a Hugging Face model"
-    if not facts.directory.is_dir():
-        yield f"{given} is not a directory", near_path(facts.directory) or hint
-        return
-    try:
-        read_config(facts.directory)
-    except UserError as error:
-        yield f"--model {error.problem}", error.hint or hint
-    else:
-        yield f"{given}: config.json has no settings", hint
+def model_is_described(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+    if args.run.model:
+        yield from common.hf_model_is_described(args.run, facts)
 
 
 def other_options_have_a_model(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
@@ -89,53 +66,45 @@ def gpus_hold_the_layout(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
         yield f"--num_gpus {args.own.num_gpus}: {problem}", "remove --num_gpus for the minimum of this layout"
 
 
-def speed_has_a_gpu(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+def speed_can_be_estimated(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
     own, run = args.own, args.run
     if own.gpu_type is None:
         return
-    given, words = f"--gpu_type {own.gpu_type}", method_of(run).words
-    if own.gpu_type not in GPUS:
-        yield f"unknown GPU: {given}", f"use one of {', '.join(GPUS)}"
+    given = f"--gpu_type {own.gpu_type}"
     if own.num_gpus is None:
         yield f"{given} requires --num_gpus", "add --num_gpus 8"
-    if type(run) is not SftArgs:
-        problem = f"{given} does not support the options of {words}: speed is estimated only for megatron sft"
-        yield problem, "remove --gpu_type"
-    low = low_precision_of(group_of(run, KernelArgs))
-    if low and own.gpu_type in GPUS and GPUS[own.gpu_type].capability < low.capability:
-        yield (
-            f"{low.flag} requires compute capability {low.capability}, but {given} has {GPUS[own.gpu_type].capability}",
-            "remove it, or use another --gpu_type",
-        )
-    if run.torch_dtype == "float32":
-        problem = f"{given} does not support --torch_dtype float32: speed is estimated only for bfloat16"
-        yield problem, "remove --torch_dtype"
-    if run.optimizer_cpu_offload:
-        problem = f"{given} does not support --optimizer_cpu_offload true: the host's speed is unknown"
-        yield problem, "remove one of the two"
+    unsupported = {
+        f"the options of {method_of(run).words}": type(run) is not SftArgs,
+        f"--images_per_row {own.images_per_row}": own.images_per_row > 0,
+        "--torch_dtype float32": run.torch_dtype == "float32",
+        "--optimizer_cpu_offload true": run.optimizer_cpu_offload,
+    }
+    for other in (name for name, is_given in unsupported.items() if is_given):
+        yield f"{given} does not support {other}: the speed of such a run is unknown", "remove one of the two"
+    gpu, low = GPUS.get(own.gpu_type), low_precision_of(group_of(run, KernelArgs))
+    if gpu is None:
+        yield f"unknown GPU: {given}", f"use one of {', '.join(GPUS)}"
+    elif low and gpu.capability < low.capability:
+        problem = f"{low.flag} requires compute capability {low.capability}, but {given} has {gpu.capability}"
+        yield problem, "remove it, or use another --gpu_type"
 
 
-def images_are_planned(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
+def images_can_be_planned(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
     number, run = args.own.images_per_row, args.run
-    given, sizes = f"--images_per_row {number}", image_sizes(facts.hf_config)
     if not number:
         return
-    if args.own.gpu_type:
-        yield f"{given} is not supported with --gpu_type: speed is estimated for rows without images", "remove one"
+    given, sizes, images = f"--images_per_row {number}", image_sizes(facts.hf_config), images_of(run, facts, number)
     if type(run) is not SftArgs:
-        words = method_of(run).words
-        yield f"{given} does not support the options of {words}: images are planned for megatron sft", "remove it"
-    images = images_of(run, facts, number)
-    if sizes is None and facts.hf_config:
+        yield f"{given} does not support the options of {method_of(run).words}", "remove it"
+    if sizes is None:
         yield f"{given} requires a model with a vision tower", "remove it"
-    elif sizes is not None and images is None:
+    elif images is None:
         problem = f"{given} requires --max_pixels, because the model has no maximum in preprocessor_config.json"
         yield problem, "add --max_pixels 1003520"
-    elif images is not None and images.items_per_row > run.max_length:
-        num_items = images.items_per_row
+    elif images.items_per_row > run.max_length:
         size = f"--max_pixels {run.max_pixels or facts.max_pixels}"
-        problem = f"{given} with {size}: {num_items} tokens, over --max_length {run.max_length}"
-        yield problem, f"use --max_length {num_items} or more, or a smaller --max_pixels"
+        problem = f"{given} with {size}: {images.items_per_row} tokens, over --max_length {run.max_length}"
+        yield problem, f"use --max_length {images.items_per_row} or more, or a smaller --max_pixels"
 
 
 def run_is_possible(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
@@ -160,11 +129,11 @@ def run_settings_have_an_effect(args: PlannedRun, facts: Facts) -> Iterator[str]
 
 RULES = (
     own_numbers_are_in_range,
-    model_has_a_config,
+    model_is_described,
     other_options_have_a_model,
     gpus_hold_the_layout,
-    speed_has_a_gpu,
-    images_are_planned,
+    speed_can_be_estimated,
+    images_can_be_planned,
     run_is_possible,
 )
 NOTES = (run_settings_have_an_effect,)

@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from swiftlite import rules
+from swiftlite.args.commands import GrpoArgs
 from swiftlite.base.errors import OptionError
 from swiftlite.base.heads import Heads
 from swiftlite.families.index import architecture_of
@@ -48,8 +49,9 @@ def test_sizes_are_those_of_the_files(tmp_path, family):
     directory = make_tiny_hf(tmp_path / "hf", family, depth=1)
     config = json.loads((directory / "config.json").read_text())
     args = planned(model=str(directory), max_batch_size=3, torch_dtype="float32", beta=0.1, **ROLLOUTS)
-    setup = setup_of(args)
-    memory = estimate_rollouts(args.run, setup, estimate(config, setup), config, config)
+    setup, run = setup_of(args), args.run
+    assert isinstance(run, GrpoArgs)
+    memory = estimate_rollouts(run, setup, estimate(config, setup), config, config)
     # Heads share embedding and output layer with the trunk; some files have copies.
     tensors = {tensor.tobytes() for tensor in load_file(directory / "model.safetensors").values()}
     assert memory.engine == pytest.approx(sum(map(len, tensors)), rel=1e-3)  # without the biases of routers

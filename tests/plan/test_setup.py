@@ -35,10 +35,11 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def table_of(text: str) -> list[str]:
     """Return the lines of the memory table and the tables after it, without verdicts."""
-    lines = text[text.index(HEADING) :].splitlines()
-    return [line for line in lines if line and not line.startswith(("fits", "does not fit", "    ", "--"))]
+    lines = map(str.strip, text[text.index(HEADING) :].splitlines())
+    return [line for line in lines if line and not line.startswith(_OF_A_PLAN)]
 
 
+_OF_A_PLAN = ("fits", "does not fit", "use ", "increase", "--")
 SHARDED = "--tensor_model_parallel_size 2 --sequence_parallel true --use_distributed_optimizer true"
 
 

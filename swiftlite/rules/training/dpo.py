@@ -65,12 +65,9 @@ def reference_is_a_model(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
-    if not out_of_bounds(args) and preference_of(args).needs_reference:
-        yield from reference_layout_problems(args, facts)
-
-
-def reference_layout_problems(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
     """Yield problems of the reference model's layout that the trained model's layout does not have."""
+    if out_of_bounds(args) or not preference_of(args).needs_reference:
+        return
     config = facts.hf_config
     if args.ref_model:
         _, config = facts.described("ref_model")

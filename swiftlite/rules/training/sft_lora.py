@@ -5,6 +5,8 @@ from itertools import chain
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.docs import options
+from swiftlite.args.fields import LoraArgs
 from swiftlite.base.lora import ALL_LINEAR, is_named
 from swiftlite.bridge.adapters.rows import is_linear, leaf_of, module_of, modules_of
 from swiftlite.bridge.rows import Row, shapes_of
@@ -14,22 +16,11 @@ from swiftlite.plan.heads import heads_of, heads_tuner_of, mtp_init_of
 from swiftlite.plan.trainable import numberless
 from swiftlite.rules import common
 
-_OPTIONS = (
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-    "mtp_tuner",
-)
-
 
 def lora_options_have_adapters(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.tuner_type == "lora":
         return
-    given = [f"--{name}" for name in common.changed(args, _OPTIONS)]
+    given = [f"--{name}" for name in common.changed(args, options(LoraArgs)) if name != "tuner_type"]
     if given:
         yield f"{', '.join(given)} requires --tuner_type lora", "add --tuner_type lora"
 
