@@ -13,13 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
-from swiftlite.families.index import architecture_of
+from swiftlite.families.index import FAMILIES, architecture_of
 from swiftlite.plan.cost import memory
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.cost.stage_memory import ModelOnRank
 from swiftlite.plan.cost.suggestion import suggest
-from tests.tiny import NEVER_TIED, mimo_v2_flash, step3p5
+from tests.tiny import DSA, HYBRID, NEVER_TIED, WRAPPED, mimo_v2_flash, step3p5
+from tests.tiny import LATENT as LATENT_FAMILIES
 
 DENSE: dict[str, Any] = {
     "vocab_size": 1000,
@@ -45,8 +46,6 @@ LATENT: dict[str, Any] = SHARED | {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": DENSE,
-    "granite": DENSE
-    | {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "gemma3_text": DENSE
     | {
         "sliding_window_pattern": 3,
@@ -118,6 +117,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "pad_token_id": None,
     },
+}
+# The sizes of other families are those of tiny models. Latent and linear attention have the families above.
+CONFIGS |= {
+    name: DENSE | dict(family.tiny, pad_token_id=None)
+    for name, family in FAMILIES.items()
+    if name not in CONFIGS and name not in (*DSA, *HYBRID, *LATENT_FAMILIES, *WRAPPED)
 }
 for _name, _config in CONFIGS.items():
     CONFIGS[_name] = _config | {"model_type": _name}

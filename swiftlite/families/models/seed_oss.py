@@ -43,5 +43,5 @@ SEED_OSS = Family(
         llamacpp="glm4moe",
     ),
     # Published with 0.1 of both: what tests train with transformers' layers would be noise.
-    tiny={"attention_dropout": 0.0, "residual_dropout": 0.0},
+    tiny={"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
 )
