@@ -53,8 +53,9 @@ def _classes_of(family: str) -> tuple[type, type]:
     """Return transformers' classes of a family's config and model."""
     if family in _OWN_CLASSES:
         return _OWN_CLASSES[family]
-    config_class = CONFIG_MAPPING[family]
-    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    config_class: Any = CONFIG_MAPPING[family]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    return config_class, model_class
 
 
 CLASSES = {family: _classes_of(family) for family in FAMILIES}

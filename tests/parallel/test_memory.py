@@ -15,7 +15,7 @@ from swiftlite.base.heads import Heads
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from tests.parallel.launch import launch
-from tests.tiny import LINEAR, OWN_SIZES, mimo_v2_flash, step3p5
+from tests.tiny import OWN_SIZES, mimo_v2_flash, step3p5
 from tests.torchao_here import torchao as torchao
 
 pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one process group
@@ -123,7 +123,7 @@ def test_linear_attention(parameter_bytes, rows, recompute, ranks):
     layout = ParallelLayout(tensor_model_parallel_size=ranks)
     sizes = {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "vocab_size": 1024}
     sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
-    hf_config = config("qwen3_5_text", **LINEAR | sizes)
+    hf_config = config("qwen3_5_text", **OWN_SIZES["qwen3_5_text"] | sizes)
     setup = Setup(
         layout=layout,
         num_gpus=ranks,
