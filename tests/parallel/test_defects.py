@@ -102,7 +102,7 @@ def test_stock_model_gives_no_logits_of_heads(tmp_path, mesh):
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'clone'"):
         stock_model(hf_dir, mesh)(TOKENS, POSITIONS, None)
     [ours] = our_model(hf_dir, mesh)
-    logits = ours(TOKENS, POSITIONS)
+    logits = ours(ModelInputs(TOKENS, POSITIONS))
     assert logits.main.isfinite().all()
     assert logits.mtp[0].isfinite().all()
 
