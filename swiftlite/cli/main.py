@@ -12,6 +12,7 @@ import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import swiftlite
 from swiftlite import rules
@@ -130,11 +131,7 @@ def _run(argv: list[str]) -> int:
 
     if command.first_option and rest and not rest[0].startswith("-"):
         rest = [f"--{command.first_option}", *rest]
-    parsed = command
-    if command.args_class is DoctorArgs:
-        parsed = planned_command(command, rest)
-    args, notes = parse(parsed.args_class, rest, parsed.words, parsed.choices())
-    args = separate(args)
+    args, notes = _parse(command, rest)
     remember(asdict(args))
     processes = start.read_environment(os.environ)
     world_size = 1
@@ -179,6 +176,14 @@ def _run(argv: list[str]) -> int:
     if not sys.warnoptions:
         _ignore_upstream_warnings()
     return command.load()(args) or 0
+
+
+def _parse(command: Command, argv: list[str]) -> tuple[Any, list[str]]:
+    """Return the arguments of a command, for `doctor --plan` a `PlannedRun`, and notes (`parse`)."""
+    if command.args_class is DoctorArgs:
+        command = planned_command(command, argv)
+    args, notes = parse(command.args_class, argv, command.words, command.choices())
+    return separate(args), notes
 
 
 def _node_counts(args: SftArgs, processes: start.Processes) -> list[int]:
