@@ -80,9 +80,9 @@ GUARANTEES = {
         "tests/test_security.py::test_the_servers_of_bench_listen_to_this_machine_alone",
     ],
     "Keys and tokens in options,": [
-        "tests/test_redact.py::test_options",
-        "tests/test_redact.py::test_lines",
-        "tests/test_redact.py::test_remembered_values_are_hidden_in_any_text",
+        "tests/base/test_redact.py::test_options",
+        "tests/base/test_redact.py::test_lines",
+        "tests/base/test_redact.py::test_remembered_values_are_hidden_in_any_text",
         "tests/engines/test_server_command.py::test_a_redacted_command_has_no_keys",
         "tests/cli/test_main.py::test_how_a_command_ends_is_how_the_process_ends",
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
