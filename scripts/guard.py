@@ -330,23 +330,13 @@ def record_texts(kind: Kind, directory: Path) -> dict[str, list[str]]:
 
 
 def planning_of(kind: Kind, directory: Path) -> list[str]:
-    """Return the command that plans the memory of a run of a larger model, with the options that `doctor` has."""
-    known = {*re.findall(r"^  --(\w+)", Path("doctor.txt").read_text(), re.MULTILINE)} - {"global_batch_size"}
-    if kind.command != "grpo":
-        known -= {"max_completion_length"}  # which means grpo
+    """Return the command that plans the memory of a run of a larger model with the same options."""
     command = ["doctor", "--plan", "true", "--model", str(make_larger(kind.model))]
     if kind.command == "dpo":
         command += ["--loss_type", "sigmoid"]  # which means dpo, and can be another one below
     if kind.rows == "images":
         command += ["--images_per_row", "1"]
-    options = shlex.split(options_of(kind, directory, make_larger))
-    is_known = False
-    for word in [*options, *LAYOUTS[kind.layout].words()]:
-        if word.startswith("--"):
-            is_known = word[2:] in known
-        if is_known:
-            command.append(word)
-    return command
+    return [*command, *shlex.split(options_of(kind, directory, make_larger)), *LAYOUTS[kind.layout].words()]
 
 
 def record_gguf(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -461,7 +451,6 @@ def record(args: argparse.Namespace, file: Path) -> bool:
         work.mkdir(parents=True, exist_ok=True)
         os.chdir(work)  # so that directory names are the same in every recording
         make_data(Path("data"))
-        run_forked(["doctor", "--help"], [{}], Path("doctor.txt"))
         for name, of_kind in parts.items():
             kind_start = time.monotonic()
             directory = Path("kinds") / re.sub(r"\W+", "_", name)
@@ -484,9 +473,12 @@ def record_kind(name: str, parts: Sequence[str], directory: Path, results: dict[
     for part in parts:
         results[part][name] = {"failed": True}
     try:
-        if parts != ["texts"]:
+        if "texts" in parts:  # before the run, because a plan for the directory of a run is refused
+            results["texts"][name] = record_texts(kind, directory)
+        of_run = [part for part in parts if part != "texts"]
+        if of_run:
             train(kind, directory)
-        for part in parts:
+        for part in of_run:
             results[part][name] = PARTS[part](kind, directory)
     except CommandFailed as error:
         return f"  FAILED\n{error}"

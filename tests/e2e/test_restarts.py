@@ -1,6 +1,6 @@
 """Test runs with --max_restarts whose processes are killed: their results are those of a run that was not interrupted.
 
-tests/cli/test_restarts.py has the launcher's decisions.
+tests/launch/test_restarts.py has the launcher's decisions.
 """
 
 import json
