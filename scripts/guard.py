@@ -331,7 +331,7 @@ def record_texts(kind: Kind, directory: Path) -> dict[str, list[str]]:
 
 def planning_of(kind: Kind, directory: Path) -> list[str]:
     """Return the command that plans the memory of a run of a larger model with the same options."""
-    command = ["doctor", "--plan", "true", "--model", str(make_larger(kind.model))]
+    command = ["doctor", "--plan", "true", "--model", str(make_larger(kind.model)), "--max_length", "160"]
     if kind.command == "dpo":
         command += ["--loss_type", "sigmoid"]  # which means dpo, and can be another one below
     if kind.rows == "images":
