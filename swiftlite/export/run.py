@@ -43,8 +43,9 @@ def run(args: ExportArgs) -> None:
     with session(layout_of(args), timeout_minutes=args.distributed_timeout_minutes) as mesh:
         convert(args, mesh)
         is_first_rank = dist.get_rank() == 0
-    name = model_name(f"{args.push_to_hub}@main")
-    if is_first_rank and args.push_to_hub and name:  # checked by rules
+    if is_first_rank and args.push_to_hub:
+        name = model_name(f"{args.push_to_hub}@main")
+        assert name is not None  # checked by the rules
         push(Path(args.output_dir), name.at(""), is_private=args.hub_private_repo)
 
 
@@ -80,7 +81,11 @@ def read_source(args: ExportArgs) -> RunSource | HfModel:
 
 
 def steps_of(args: ExportArgs, source: RunSource | HfModel) -> list[Step]:
-    """Return the steps of an export, in order."""
+    """Return the steps of an export, in order.
+
+    `rules/export.py` refuses what has no place here: adapters with limits or --push_to_hub, and --push_to_hub of a
+    model that is not from a run.
+    """
     if args.to_mcore:
         return [write_checkpoint]
     if not args.merge_lora:
@@ -89,7 +94,7 @@ def steps_of(args: ExportArgs, source: RunSource | HfModel) -> list[Step]:
     if isinstance(source, RunSource):
         steps.append(write_model)
     if args.to_gguf:
-        steps.append(write_gguf)  # its limits apply to the file, not to the model before
+        steps.append(write_gguf)  # instead of `measure`, it checks its limit with llama.cpp
     elif args.quant_method:
         steps += [write_quantized, measure]
     else:
@@ -116,7 +121,8 @@ def _plain_directory(args: ExportArgs, source: RunSource | HfModel, result: Path
     if isinstance(source, HfModel) or not is_converted:
         yield result
         return
-    plain = result.with_name(f"{result.name}.unquantized")
+    # Inside of the hidden directory of the export, so that it is never published.
+    plain = result.with_name(f"{result.name}.plain")
     if dist.get_rank() == 0:
         shutil.rmtree(plain, ignore_errors=True)  # files of a killed export
         plain.mkdir()
@@ -137,9 +143,9 @@ def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
     Raises:
         UserError: another export is writing there, or the directory cannot be renamed.
     """
-    result = output_dir.resolve()
-    place = result.with_name(f".{result.name}.writing")
-    writing = place / result.name
+    final = output_dir.resolve()
+    place = final.with_name(f".{final.name}.writing")
+    writing = place / final.name
     if dist.get_rank() > 0:
         yield writing
         return
@@ -148,13 +154,13 @@ def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
             with _named(output_dir):
                 shutil.rmtree(writing, ignore_errors=True)  # files of a killed export
                 writing.mkdir()
-                if result.exists():
-                    result.rmdir()  # must be empty and not a mount point
+                if final.exists():
+                    final.rmdir()  # now, because only an empty directory that is not a mount point can be replaced
             yield writing
             with _named(output_dir):
                 fsync_tree(writing)
-                writing.rename(result)
-                sync(result.parent)
+                writing.rename(final)
+                sync(final.parent)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
 

@@ -54,13 +54,14 @@ class RunSource:
     """A checkpoint of a run, with everything that an export of it reads.
 
     Attributes:
-        hf_model: configuration, tokenizer and other small files of the model that the run started from.
+        hf_model: configuration, tokenizer and other small files of the model that the run started from, which the run
+            has copied to its `source`.
         heads: heads of the result.
         graft_from: the model whose heads replace those of the checkpoint, if any.
         lora: adapters of the checkpoint, if any.
         fp8_model: the FP8 model whose layout the export has, if any.
         provenance: model and data of the run, for the model card; None without --push_to_hub.
-        measured: directory of the run, if its acceptance.json describes the exported heads.
+        measured_run: directory of the run, if its acceptance.json describes the exported heads.
     """
 
     checkpoint: Path
@@ -72,7 +73,7 @@ class RunSource:
     trunk: KeptTrunk
     fp8_model: HfModel | None
     provenance: Provenance | None
-    measured: Path | None
+    measured_run: Path | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,10 +98,11 @@ def read_run(args: ExportArgs) -> RunSource:
     state = CheckpointState.read(checkpoint)
     if state.images:
         hf_model = hf_model.with_images()
+    # `source` has the config.json of the base model; its run can have another number of heads.
     heads = heads_of_result(args, replace(hf_model.heads, layers=state.mtp_num_layers), graft_from)
     heads = restrict_heads(args, run, hf_model, heads)
     lora = state.lora
-    if lora and graft_from:  # the checkpoint's adapters of heads belong to other heads
+    if lora and graft_from:  # no adapters are added to grafted heads: those of the checkpoint belong to other heads
         lora = replace(lora, heads="frozen")
     if not args.merge_lora:
         adapter.check_can_be_written(checkpoint, lora, hf_model, heads)
@@ -114,7 +116,7 @@ def read_run(args: ExportArgs) -> RunSource:
         trunk=_kept_trunk(args, state),
         fp8_model=fp8_model_of(args),
         provenance=provenance,
-        measured=_measured_run(args, checkpoint),
+        measured_run=_measured_run(args, checkpoint),
     )
 
 

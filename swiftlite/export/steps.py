@@ -70,7 +70,7 @@ class Export:
     result: Path
 
     @property
-    def run(self) -> RunSource:
+    def run_source(self) -> RunSource:
         assert isinstance(self.source, RunSource)
         return self.source
 
@@ -83,7 +83,7 @@ class Export:
 
     @property
     def dtype(self) -> str:
-        """Dtype of tensors that are not quantized."""
+        """Dtype of the computations with the model, and of the tensors of a checkpoint."""
         if isinstance(self.source, HfModel):
             return self.args.torch_dtype or _declared_dtype(self.source)
         return self.args.torch_dtype or self.source.state.torch_dtype
@@ -95,7 +95,7 @@ def write_model(export: Export) -> None:
     Raises:
         UserError: the checkpoint is damaged, or the audit of the result found a problem.
     """
-    args, source, directory = export.args, export.run, export.plain
+    args, source, directory = export.args, export.run_source, export.plain
     chunks = _open_checkpoint(source, export.mesh)
     merge(chunks)
     copied: dict[str, Entry] | None = None
@@ -106,7 +106,7 @@ def write_model(export: Export) -> None:
     dist.barrier()  # the first rank has created the directory's files; other ranks write their slices into others
     dtypes = _source_dtypes(source)
     carried = None
-    if copied is None:
+    if copied is None:  # otherwise the copied files have the parts outside of the language model, too
         carried = carried_file(source.hf_model.directory)
     with source.trunk.pieces(source.dtype) as layers:
         save_hf(
@@ -126,7 +126,7 @@ def write_model(export: Export) -> None:
 
 def write_adapters(export: Export) -> None:
     """Write the adapters of a run in PEFT's format."""
-    source = export.run
+    source = export.run_source
     assert source.lora is not None  # `adapter.check_can_be_written`
     assert source.state.base is not None
     chunks = _open_checkpoint(source, export.mesh)
@@ -185,8 +185,8 @@ def measure(export: Export) -> None:
 
 def write_card(export: Export) -> None:
     """Write the README.md of a model that is pushed to the hub, on the first rank."""
-    args, source = export.args, export.run
-    if dist.get_rank() > 0 or source.provenance is None or not args.push_to_hub:
+    args, source = export.args, export.run_source
+    if dist.get_rank() > 0 or not args.push_to_hub or source.provenance is None:
         return
     quality: dict[str, Any] | None = None
     gguf_file = ""
@@ -194,7 +194,7 @@ def write_card(export: Export) -> None:
         gguf_file = next(export.result.glob("*.gguf")).name
     else:
         quality = read_quality(resolve(export.result), args.quant_method)
-    card = model_card(args.push_to_hub, source.provenance, source.heads, source.measured, quality, gguf_file)
+    card = model_card(args.push_to_hub, source.provenance, source.heads, source.measured_run, quality, gguf_file)
     (export.result / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -1,12 +1,12 @@
-"""megatron-core's GPTModel with a forward pass of four stages; each stage is a method that can be called separately.
+"""megatron-core's GPTModel with a forward pass of four methods, which can be called separately.
 
     forward_preprocess    tokens               -> embeddings
     forward_decoder       embeddings           -> the trunk's states, after the final norm
     forward_mtp           states, tokens       -> one tensor of states per MTP depth
     forward_postprocess   all states           -> losses if there are labels, otherwise logits
 
-`forward` runs the stages in this order. With pipeline parallelism, each rank runs its part of the stages and sends the
-hidden states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same stages from
+`forward` calls them in this order. With pipeline parallelism, each rank runs its part of the layers and sends the
+hidden states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same methods from
 `decode.py`.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
@@ -88,10 +88,10 @@ class TrunkOutput:
 
 
 class GPTModel(McoreGPTModel):
-    """megatron-core's GPTModel with its forward pass rewritten as four stages.
+    """megatron-core's GPTModel with its forward pass rewritten as four methods.
 
     If there are MTP layers, the forward method of megatron-core requires labels, weights the MTP loss by local token
-    counts, and does not return this loss (gpt_model.py:611-661 of 0.16.1). Here each stage returns its result.
+    counts, and does not return this loss (gpt_model.py:611-661 of 0.16.1). Here each method returns its result.
 
     Args:
         stage: the part of the model on this pipeline stage.
@@ -160,7 +160,7 @@ class GPTModel(McoreGPTModel):
         final_norm: Any = self.decoder.final_layernorm
         for head in self.mtp.layers:
             if isinstance(head.final_layernorm, SharedNorm):
-                head.final_layernorm.of = (final_norm,)
+                head.final_layernorm.of = (final_norm,)  # in a tuple, so that it is not registered as a submodule
                 head.final_layernorm.is_detached = self.detached_heads
             if self.heads_have_output_layers:
                 head.output_layer = self._make_output_layer(is_of_trunk=False)
@@ -168,7 +168,7 @@ class GPTModel(McoreGPTModel):
     def forward(
         self, inputs: ModelInputs, target: Target | None = None, trunk: TrunkOutput | None = None
     ) -> Logits | Losses | torch.Tensor:
-        """Run the stages of this rank. Without pipeline parallelism, these are all four stages.
+        """Run the methods of this pipeline stage. Without pipeline parallelism, these are all four.
 
         Args:
             target: what the predictions are compared with; None: return logits.
@@ -182,19 +182,19 @@ class GPTModel(McoreGPTModel):
         Raises:
             UserError: the model has a tower, but the inputs have none for it.
         """
-        outputs = None
+        tower_outputs = None
         if self.follows_heads:
             states = StageStates.from_wire(self.decoder.input_tensor, num_heads=self.heads.drafts)
         else:
-            outputs = trunk.tower_outputs if trunk else self._tower_outputs(inputs.tower_inputs)
-            states = self._states(inputs, outputs, trunk)
+            tower_outputs = trunk.tower_outputs if trunk else self._tower_outputs(inputs.tower_inputs)
+            states = self._states(inputs, tower_outputs, trunk)
         if not self.post_process:
-            return self.sent_outputs.append(states.to_wire(), outputs)
+            return self.sent_outputs.append(states.to_wire(), tower_outputs)
         if target is None:
             return self.forward_postprocess(states)
         if self.is_teacher:
             return self.label_states(states.trunk_SBH, target.labels)
-        main = trunk and trunk.loss
+        main = trunk.loss if trunk else None
         if target.teacher is not None:
             main = self._divergence(states.trunk_SBH, target.labels, target.teacher)
         labels = target.of_depths(self.heads.drafts, inputs.cu_seqlens)
@@ -362,7 +362,7 @@ class GPTModel(McoreGPTModel):
         sequence_KSB = [self._on_this_sequence_rank(sequence_BS.T) for sequence_BS in inputs.sequences]
         return routed_tokens(sequence_KSB, num_sequences, self.heads, inputs.balance)
 
-    # Stages 1 and 2: the trunk
+    # Methods 1 and 2: the trunk
 
     def forward_preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None = None
@@ -413,7 +413,7 @@ class GPTModel(McoreGPTModel):
             padding_mask=padding_mask,
         )
 
-    # Stage 3: the heads
+    # Method 3: the heads
 
     def forward_mtp(
         self,
@@ -513,7 +513,7 @@ class GPTModel(McoreGPTModel):
         tp = self.pg_collection.tp
         return tensor.chunk(tp.size())[tp.rank()]
 
-    # Stage 4: the output layer and the losses
+    # Method 4: the output layer and the losses
 
     def forward_postprocess(
         self,

@@ -19,15 +19,15 @@ from swiftlite.model.tower import TowerInputs
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The tokens of a micro-batch on this rank.
+    """The tokens of a micro-batch on this rank. The names of tensors are those of megatron-core.
 
-    Attention is causal: rows are padded at the end, so no mask is needed.
+    There is no mask, because attention is causal and rows are padded at the end.
 
     Attributes:
         input_ids: [B, S].
         position_ids: [B, S].
         mtp_input_ids: for each depth k the tokens at s + k, [B, S]. Default: `input_ids`, shifted within each sequence.
-            The default is wrong if context-parallel ranks split the row.
+            The default is for whole rows: it is wrong if context-parallel ranks split them.
         packed_seq_params: the sequences of a packed row (B = 1), between which there is no attention.
         sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it routers do not count their load.
         balance: load balance of the global batch; without it routers have no load-balancing loss.

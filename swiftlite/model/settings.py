@@ -1,4 +1,7 @@
-"""Define how a run uses a model, and the part of the model on one pipeline stage."""
+"""Define how a run uses a model, and the part of the model on one pipeline stage.
+
+Sizes are not here: those of the model are in its `Architecture`, and the layout is in the `Mesh`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ class ModelSettings:
             the trained parameters (`Trainable`).
         streams_trunk: whether the model has no decoder layers, and its frozen trunk is computed by `StreamedTrunk`.
         recompute, moe: options of megatron-core.
-        drafting: which states and embeddings the MTP layers read; irrelevant if the model is not run.
+        drafting: which states and embeddings the MTP layers read; needed only for computing.
         mtp_loss: loss of the heads: cross-entropy with the labels (ce), or a distance from the trunk's distribution,
             which gets no gradient (kl, tv, nla, lk_hybrid; see `distillation_loss`).
         detached_heads: whether the losses of the heads have no gradient with respect to the trunk: its states, the
@@ -52,7 +55,8 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a model on one (virtual) pipeline stage.
+    """The part of a model on one (virtual) pipeline stage: specs of its layers, from which the model builds them, and
+    the tower.
 
     Attributes:
         decoder: the decoder layers of the stage and the norm after the last one.

@@ -1,4 +1,4 @@
-"""Execute a training run (`megatron sft`, `pt` or `dpo`), phase by phase.
+"""Execute a training run (a command of `megatron`), phase by phase.
 
 The parts that differ between methods are in the method's `Training` (`train/methods/`). Three names are similar: a
 `Trainable` selects the trained parameters, a `TrainState` holds the model with its optimizer, and a `Trainer` runs the

@@ -253,7 +253,7 @@ def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
         ({"step": 1.5}, "step:"),
         ({"step": -1}, "step: 0"),
         ({"step": 2}, "2 1"),
-        ({"version": 2}, "version 2"),
+        ({"version": 2, "torch_dtype": "float8"}, "version 2"),
         ({"mtp_num_layers": "1"}, "mtp_num_layers:"),
         ({"mtp_num_layers": -1}, "mtp_num_layers: 0"),
         ({"torch_dtype": "load"}, "torch_dtype: 'bfloat16'"),

@@ -9,7 +9,7 @@ from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
 
-# Their default is 1 in transformers, but no published model has a multiplier of 1, so a missing one is an error.
+# The default of the multipliers is 1 in transformers, but no published model has that, so a missing one is an error.
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 
 
@@ -35,6 +35,7 @@ def _outside(hf_config: HfConfig) -> Outside:
     )
 
 
+# Names of the classes of vLLM and SGLang, whose modules have the same names.
 _CLASSES = PluginClasses("GraniteForCausalLM", trunk="granite:GraniteForCausalLM", layer="granite:GraniteDecoderLayer")
 
 GRANITE = Family(
@@ -45,9 +46,10 @@ GRANITE = Family(
     mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(_CLASSES),
+        # SGLang's class does not hand out its embedding, which the heads share.
         sglang=sglang.plugin(replace(_CLASSES, trunk_base="SharingTrunk")),
     ),
-    tiny={
+    tiny={  # none is 1, so that each has an effect
         "attention_multiplier": 0.25,
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,

@@ -19,11 +19,11 @@ USE_ANOTHER = "use another checkpoint; or delete this one, and --resume uses the
 
 _Count = Annotated[int, Field(ge=0)]
 _Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
-"""The three fields of a `packing.StreamSample`."""
+"""A `packing.StreamSample`: number of the row, piece of the row, and length."""
 
 
 class StreamState(TypedDict):
-    """The position of --streaming in its files, from `StreamedBatches.state`."""
+    """The position of --streaming in its files, from `Stream.state` and `StreamedSteps.state`."""
 
     num_read: _Count
     piece: _Count
@@ -79,7 +79,8 @@ class CheckpointState:
         """
         path = checkpoint / STATE_FILE
         try:
-            state = _FORMAT.validate_json(json.dumps(_in_this_version(read_json(path))), strict=True)
+            # As JSON text, because strict validation accepts lists as tuples only there.
+            state = _FORMAT.validate_json(json.dumps(_in_this_version(read_json(path), path)), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the whole file"
@@ -88,8 +89,6 @@ class CheckpointState:
             raise UserError(f"{path} is missing", USE_ANOTHER) from None
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}", USE_ANOTHER) from None
-        if state.version > VERSION:
-            raise UserError(f"{path} has version {state.version}, later than {VERSION}", "update swiftlite")
         number = checkpoint.name.removeprefix("checkpoint-")
         if number.isdigit() and number != checkpoint.name and int(number) != state.step:
             raise UserError(f"{path} is damaged: it has step {state.step}, its directory {number}", USE_ANOTHER)
@@ -103,13 +102,21 @@ class CheckpointState:
 _FORMAT = TypeAdapter(CheckpointState)
 
 
-def _in_this_version(content: Any) -> Any:
+def _in_this_version(content: Any, path: Path) -> Any:
     """Return the content of a file in the format of this release.
 
     The first releases wrote no version. In their files, a base without adapters is that of a streamed trunk if nothing
     else is stated.
+
+    Raises:
+        UserError: a later release wrote the file.
     """
-    if not isinstance(content, dict) or "version" in content:
+    if not isinstance(content, dict):
+        return content
+    version = content.get("version", 0)
+    if isinstance(version, int) and version > VERSION:  # before its fields are validated, which may be others
+        raise UserError(f"{path} has version {version}, later than {VERSION}", "update swiftlite")
+    if version != 0:
         return content
     has_frozen_trunk = content.get("base") is not None and content.get("lora") is None
     return {"streams_trunk": has_frozen_trunk} | content | {"version": VERSION}
