@@ -13,5 +13,6 @@ pyright || status=1
 python scripts/check_prose.py || status=1
 python scripts/gen_options_doc.py --check || status=1
 python scripts/gen_families_doc.py --check || status=1
+python scripts/gen_tensors_doc.py --check || status=1
 bash scripts/docs.sh || status=1
 exit $status

@@ -76,9 +76,10 @@ def test_pages_are_up_to_date(generator, language):
     assert page == generator["page"](language), "run python scripts/gen_options_doc.py"
 
 
+@pytest.mark.parametrize("name", ["families", "tensors"])
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_pages_of_families_are_up_to_date(monkeypatch, language):
+def test_pages_of_families_are_up_to_date(monkeypatch, language, name):
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    script = runpy.run_path(str(ROOT / "scripts" / "gen_families_doc.py"))
-    page = (ROOT / "docs" / language / "families.md").read_text(encoding="utf-8")
-    assert page == script["page"](language), "run python scripts/gen_families_doc.py"
+    script = runpy.run_path(str(ROOT / "scripts" / f"gen_{name}_doc.py"))
+    page = (ROOT / "docs" / language / f"{name}.md").read_text(encoding="utf-8")
+    assert page == script["page"](language), f"run python scripts/gen_{name}_doc.py"
