@@ -194,9 +194,11 @@ class Trainer:
             objective = self._objective_for(batches)
         for chunk in self.model:
             chunk.train()
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer()  # of DDP, in which the gradients of all micro-batches add up
         self.optimizer.zero_grad()
+        # Dropout depends on the step alone, so a resumed run repeats it although checkpoints have no random state.
         torch.manual_seed(seed_of_step(self.seed, step))
+        # Before the first backward pass, because each micro-batch is divided by the targets of the whole global batch.
         counts = self._count_targets(batches)
         with self.clock.passes(self.model[0].config):
             sums = self._run(batches, objective, counts, forward_only=False)
@@ -211,6 +213,7 @@ class Trainer:
         num_tokens, squares, *others = self._sum_over_data_parallel(
             num_tokens, squares, num_items, item_squares, outside
         )
+        # A GPU is still computing the update: without waiting, the time would be that of launching kernels.
         self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
         self.clock.finish_step(seconds)
@@ -229,9 +232,11 @@ class Trainer:
         }
         if isinstance(self.optimizer, SeparateClipping):
             metrics["mtp_grad_norm"] = self.optimizer.mtp_grad_norm
+        # Data sheets state the peak of bfloat16; float32 has another one.
         peak, is_bfloat16 = self.mesh.device.peak_flops, self.model[0].config.params_dtype is torch.bfloat16
         if peak and is_bfloat16:
             metrics["mfu"] = flops_per_second / peak
+        # Only now, because the norm of the gradients is known after the update. The last checkpoint is intact.
         if not all(map(math.isfinite, metrics.values())):
             raise UserError(
                 f"step {step}: {_render(metrics)}; no further step was taken",
