@@ -26,7 +26,8 @@ def planned_command(command: Command, argv: list[str]) -> Command:
     if argv and not argv[0].startswith("-"):
         given |= {str(key).replace("-", "_"): value for key, (value, _) in read_file(argv[0]).items()}
     given |= {name_of(flag): texts for flag, texts in split(argv)[0]}
-    if given.get("plan", False) in (False, ["false"]):
+    plan = given.get("plan", False)  # of a file a bool, of the command line its words
+    if plan is False or (isinstance(plan, list) and [word.lower() for word in plan] == ["false"]):
         return command
     trains, words = training_commands(), str(given.get(COMMAND_KEY))
     if words not in trains:

@@ -287,6 +287,11 @@ def test_options_select_the_planned_command(tmp_path, monkeypatch, given, of_run
     assert args.run.model == "m"
 
 
+@pytest.mark.parametrize("no_plan", [[], ["--plan", "false"], ["--plan", "False"]])
+def test_without_plan_options_are_those_of_doctor(no_plan):
+    assert type(parsed(["--model", "m", *no_plan])) is DoctorArgs
+
+
 def test_a_wrong_option_of_a_plan():
     with pytest.raises(OptionError, match=naming("--max_lenght swiftlite megatron sft --max_length")):
         parsed(["--plan", "--max_lenght", "4096"])
