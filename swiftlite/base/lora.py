@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Annotated, Literal
 
-from pydantic import Field
+from annotated_types import Interval  # not pydantic, for which --help would wait
 
 ALL_LINEAR = "all-linear"
 """Value of `targets` that selects every linear layer except the output layer."""
@@ -34,9 +34,9 @@ class Lora:
         heads: how MTP heads are trained.
     """
 
-    rank: Annotated[int, Field(ge=1)]
-    alpha: Annotated[float, Field(gt=0)]
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rank: Annotated[int, Interval(ge=1)]
+    alpha: Annotated[float, Interval(gt=0)]
+    dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.0
     is_rank_stabilized: bool = False
     has_magnitudes: bool = False
     targets: tuple[str, ...] = (ALL_LINEAR,)
