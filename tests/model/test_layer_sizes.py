@@ -75,7 +75,7 @@ def test_logits_are_those_of_transformers(mixed, mesh):
 def logits(directory: Path, tensor_model_parallel_size: int) -> list:
     layout = ParallelLayout(tensor_model_parallel_size=tensor_model_parallel_size)
     with session(layout) as mesh, torch.no_grad():
-        return load(directory, mesh)(TOKENS, torch.arange(TOKENS.size(1))[None]).main.tolist()
+        return load(directory, mesh)(ModelInputs(TOKENS, torch.arange(TOKENS.size(1))[None])).main.tolist()
 
 
 def test_tensor_parallel_ranks_split_the_heads_of_each_layer(mixed, mesh):

@@ -32,7 +32,7 @@ def test_what_ranks_share_is_named_once(family):
     assert len(problems) == len(set(problems))
     words = " ".join(problem for problem, _ in problems)
     assert words.count("num_attention_heads, 8") == words.count("vocab_size, 1000") == 1
-    assert ("8 experts" in words) is bool(CONFIGS[family].keys() & {"moe_k", "num_experts_per_tok"})
+    assert ("8 experts" in words) is known_architecture(CONFIGS[family]).has_experts
     assert ("kv_lora_rank" in words) is False  # 56 = 8 * 7
     assert ("q_lora_rank, 48" in words) is family.startswith("deepseek")
 
