@@ -1,5 +1,7 @@
 """Test computations on layouts. tests/rules tests the messages."""
 
+import re
+
 import pytest
 
 from swiftlite.args.config import Problem
@@ -32,7 +34,7 @@ def test_what_ranks_share_is_named_once(family):
     assert len(problems) == len(set(problems))
     words = " ".join(problem for problem, _ in problems)
     assert words.count("num_attention_heads, 8") == words.count("vocab_size, 1000") == 1
-    assert ("8 experts" in words) is known_architecture(CONFIGS[family]).has_experts
+    assert bool(re.search(r"\d experts", words)) is known_architecture(CONFIGS[family]).has_experts
     assert ("kv_lora_rank" in words) is False  # 56 = 8 * 7
     assert ("q_lora_rank, 48" in words) is family.startswith("deepseek")
 
