@@ -68,24 +68,9 @@ def _serving(draft: str, llamacpp: str) -> Serving:
 
 
 _DENSE, _MIXTURE = _serving("Qwen3_5MTP", "qwen35"), _serving("Qwen3_5MoeMTP", "qwen35moe")
-_TINY = {
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "partial_rotary_factor": 0.25,
-    "rope_theta": 10000.0,
-    "mtp_num_hidden_layers": 0,
-}
-_TINY_MIXTURE = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "num_experts": 4,
-    "shared_expert_intermediate_size": 32,
-    **_TINY,
-}
+_NO_HEADS = {"mtp_num_hidden_layers": 0}
+_TINY = {**qwen3_next.TINY_LINEAR, **_NO_HEADS}
+_TINY_MIXTURE = {**qwen3_next.QWEN3_NEXT.tiny, **_NO_HEADS}
 QWEN3_5_TEXT = _text(name="qwen3_5_text", check=_check, layer=_layer, serving=_DENSE, tiny=_TINY)
 QWEN3_5 = _wrapped(name="qwen3_5", check=_check, layer=_layer, serving=_DENSE, tiny=_TINY)
 QWEN3_5_MOE_TEXT = _text(

@@ -98,6 +98,15 @@ def outside(hf_config: HfConfig) -> Outside:
     return replace(plain, mcore_config={**plain.mcore_config, "layernorm_zero_centered_gamma": True})
 
 
+TINY_LINEAR = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000.0,
+}
 QWEN3_NEXT = Family(
     name="qwen3_next",
     check=_check,
@@ -117,12 +126,6 @@ QWEN3_NEXT = Family(
         "norm_topk_prob": True,
         "num_experts": 4,
         "shared_expert_intermediate_size": 32,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000.0,
+        **TINY_LINEAR,
     },
 )
