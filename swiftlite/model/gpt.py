@@ -111,6 +111,7 @@ class GPTModel(McoreGPTModel):
     ):
         # megatron-core's constructor creates its own block. It gets no layers, and swiftlite's block replaces it.
         no_layers: Any = TransformerBlockSubmodules(layer_specs=[])
+        mtp_block: Any = stage.mtp_block  # annotated as a ModuleSpec; MultiTokenPredictionBlock takes either
         super().__init__(
             config=config,
             transformer_layer_spec=no_layers,
@@ -120,7 +121,7 @@ class GPTModel(McoreGPTModel):
             post_process=stage.is_last,
             share_embeddings_and_output_weights=outside.is_tied,
             position_embedding_type="none",
-            mtp_block_spec=stage.mtp_block,
+            mtp_block_spec=mtp_block,
             pg_collection=pg_collection,
             vp_stage=stage.vp_stage,
         )

@@ -30,11 +30,13 @@ def test_layers_of_each_stage(layout, layers):
 def test_what_ranks_share_is_named_once(family):
     """GLM-4.5 has two kinds of layers, and all layers of Qwen3 have the same heads."""
     layout = ParallelLayout(tensor_model_parallel_size=7, sequence_parallel=True, expert_model_parallel_size=3)
-    problems = layout_problems(layout, known_architecture(CONFIGS[family]), 0)
+    architecture = known_architecture(CONFIGS[family])
+    assert architecture is not None
+    problems = layout_problems(layout, architecture, 0)
     assert len(problems) == len(set(problems))
     words = " ".join(problem for problem, _ in problems)
     assert words.count("num_attention_heads, 8") == words.count("vocab_size, 1000") == 1
-    assert bool(re.search(r"\d experts", words)) is known_architecture(CONFIGS[family]).has_experts
+    assert bool(re.search(r"\d experts", words)) is architecture.has_experts
     assert ("kv_lora_rank" in words) is False  # 56 = 8 * 7
     assert ("q_lora_rank, 48" in words) is family.startswith("deepseek")
 
