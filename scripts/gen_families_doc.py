@@ -1,4 +1,5 @@
-"""Write docs/en/families.md and docs/zh/families.md from the families and the conventions of the engines.
+"""Write docs/en/families.md and docs/zh/families.md from the families, the conventions of the engines, and the texts in
+docs/families.yaml.
 
     python scripts/gen_families_doc.py [--check]
 
@@ -9,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import yaml
 from gen_options_doc import write_pages
 
 from swiftlite.bridge.join import SwapHalves
@@ -16,7 +18,10 @@ from swiftlite.families.family import Family
 from swiftlite.families.index import FAMILIES
 from swiftlite.families.serving.index import CONVENTIONS
 
-CONFIGS = Path(__file__).resolve().parent.parent / "tests" / "published" / "configs"
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "tests" / "published" / "configs"
+TEXTS = ROOT / "docs" / "families.yaml"
+"""What each family is, and what it requires, in both languages."""
 PLUGIN = "MTPModel"
 """End of the names of the draft classes in swiftlite's plugin of vLLM."""
 
@@ -87,6 +92,17 @@ DRAFT_COLUMNS = {
     ),
     "zh": ("引擎", "家族", "起草类", "起草的头", "主干状态", "回收的头状态", "位置 0 的嵌入", "投影的输入"),
 }
+DESCRIPTIONS = {
+    "en": """## What config.json must contain
+""",
+    "zh": """## config.json 必须包含什么
+""",
+}
+DESCRIPTION_COLUMNS = {
+    "en": ("`model_type`", "description", "required in config.json"),
+    "zh": ("`model_type`", "说明", "config.json 里必需的"),
+}
+JOINED = {"en": ", ", "zh": "、"}
 WORDS = {
     "each": ("head *k*", "第 *k* 个头"),
     "first": ("the first head, for every token", "第一个头，每一步"),
@@ -118,6 +134,10 @@ def page(language: str) -> str:
         lines.append(_line(_cells(family, configs.get(name, []), YES[language])))
     lines += ["", DRAFTS[language], _line(DRAFT_COLUMNS[language]), _line(("---",) * len(DRAFT_COLUMNS[language]))]
     lines += draft_rows(language)
+    lines += ["", DESCRIPTIONS[language], _line(DESCRIPTION_COLUMNS[language]), _line(("---",) * 3)]
+    texts = yaml.safe_load(TEXTS.read_text(encoding="utf-8"))
+    lines += description_rows(texts["families"], language)
+    lines += ["", texts["notes"][language].rstrip("\n")]
     return "\n".join(lines) + "\n"
 
 
@@ -153,6 +173,23 @@ def draft_rows(language: str) -> list[str]:
                 _projection(family),
             )
             rows.append(_line((engine, f"`{name}`", f"`{known.draft}`", *(WORDS[value][number] for value in values))))
+    return rows
+
+
+def description_rows(entries: list[dict[str, list[str]]], language: str) -> list[str]:
+    """Return the rows that describe the families, from the entries of families.yaml.
+
+    Raises:
+        ValueError: families.yaml does not have exactly the families of the index.
+    """
+    rows = []
+    described = []
+    for entry in entries:
+        names = JOINED[language].join(f"`{name}`" for name in entry["names"])
+        rows.append(_line((names, *entry[language])))
+        described += entry["names"]
+    if sorted(described) != sorted(FAMILIES):
+        raise ValueError(f"docs/families.yaml: not one entry per family: {set(described) ^ set(FAMILIES)}")
     return rows
 
 
