@@ -106,8 +106,8 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
 
     Pipeline stages split the layers (and the embedding, the final norm and the output layer), and expert-parallel ranks
     split the experts of a layer. Another rank can hold a parameter if this rank does not hold the parameter's layer or
-    expert. No communication is needed, because the rank that holds the layer checks the parameter. If the trunk is
-    streamed, no rank holds a decoder layer until it is read (`layers.py`).
+    expert. No communication is needed, because the rank that holds the layer checks the parameter. No rank holds
+    decoder layers that are read one at a time (`layers.py`).
     """
     config = _unwrap(model_chunks[0]).config
     num_layers = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
@@ -120,8 +120,8 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
         if _module_of(name) not in held_modules:
             layer = _NUMBERED_LAYER.match(name)
             is_in_model = layer is None or int(layer.group(2)) < num_layers[layer.group(1)]
-            is_streamed = streams_trunk(model_chunks) and decoder_layer_of(name) is not None
-            return (num_stages > 1 or is_streamed) and is_in_model
+            is_in_files = not holds_decoder_layers(model_chunks) and decoder_layer_of(name) is not None
+            return (num_stages > 1 or is_in_files) and is_in_model
         expert = _EXPERTS.search(name)
         if expert is None or num_expert_ranks == 1:
             return False
@@ -139,9 +139,9 @@ def _module_of(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def streams_trunk(model_chunks: Sequence[nn.Module]) -> bool:
-    """Return whether the model has no decoder layers because its trunk is streamed (`layers.py`)."""
-    return getattr(_unwrap(model_chunks[0]), "streams_trunk", False)
+def holds_decoder_layers(model_chunks: Sequence[nn.Module]) -> bool:
+    """Return whether the ranks hold the decoder layers. Otherwise they are read from files (`layers.py`)."""
+    return getattr(_unwrap(model_chunks[0]).decoder, "holds_layers", True)
 
 
 def decoder_layer_of(name: str) -> int | None:

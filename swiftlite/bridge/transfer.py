@@ -335,7 +335,7 @@ def save_hf(
     Raises:
         UserError: the directory contains safetensors, is not writable, or the disk is too small.
     """
-    if placement.streams_trunk(model_chunks) and not layers and trunk is None:
+    if not placement.holds_decoder_layers(model_chunks) and not layers and trunk is None:
         raise ValueError("a model with a streamed trunk has no decoder layers to write")
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     source_dtypes: Mapping[str, str | torch.dtype] = {}
@@ -421,7 +421,7 @@ def streamed_tensors(
 
     Not collective.
     """
-    if part == "trunk" and placement.streams_trunk(model_chunks):
+    if part == "trunk" and not placement.holds_decoder_layers(model_chunks):
         raise ValueError("a model with a streamed trunk has no decoder layers to send")
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     dtype_of = _dtype_of(dtypes, rows, bindings)

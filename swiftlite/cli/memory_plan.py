@@ -6,11 +6,9 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.index import FAMILIES, architecture_of
 from swiftlite.plan.cost import memory
 from swiftlite.plan.cost.flops import training_flops
-from swiftlite.plan.cost.gpus import GPUS
 from swiftlite.plan.cost.setup import Setup, images_of
-from swiftlite.plan.cost.streamed_memory import estimate_streamed
+from swiftlite.plan.cost.streamed_memory import describe_streamed
 from swiftlite.plan.cost.suggestion import LARGEST_DOUBLING, suggest
-from swiftlite.plan.cost.timing import PRODUCT_EFFICIENCY
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.plan.run import plan_of
@@ -27,7 +25,8 @@ def report_memory(args: PlanArgs, run: SftArgs, facts: Facts) -> bool:
         Whether the run fits.
     """
     hf_config = facts.hf_config
-    setup = Setup.of(run, plan_of(run, facts), images_of(run, facts, args.images_per_row))
+    plan = plan_of(run, facts)
+    setup = Setup.of(run, plan, images_of(run, facts, args.images_per_row))
     gpu_memory_gb = args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB
     usable = memory.usable_bytes(gpu_memory_gb)
     training, *others = memory_tables(run, facts, setup)
@@ -41,7 +40,7 @@ def report_memory(args: PlanArgs, run: SftArgs, facts: Facts) -> bool:
     if setup.mtp_mode == "heads_only" and setup.heads.layers:
         print(f"\n{_cached_trunk(hf_config, setup)}")
         if setup.layout.pipeline_model_parallel_size == 1 and setup.low_precision is None:
-            print(_streamed_trunk(hf_config, setup, run.stream_trunk_gb))
+            print(describe_streamed(hf_config, setup, plan.trunk))
     for table in others:
         print("\n".join(["", *table.lines, "", _verdict(table, usable)]))
         if table.peak > usable:
@@ -74,23 +73,6 @@ def _cached_trunk(hf_config: HfConfig, setup: Setup) -> str:
     return (
         f"--cache_trunk_states: {num_states * gigabytes:.2f} GB on disk per million tokens{outputs}; "
         f"epochs that read them require {later / first:.0%} of the FLOPs"
-    )
-
-
-def _streamed_trunk(hf_config: HfConfig, setup: Setup, states_gb: float) -> str:
-    """Return a description of the estimated memory and time of --stream_trunk.
-
-    Args:
-        states_gb: memory of the host for waiting states (--stream_trunk_gb).
-    """
-    streamed = estimate_streamed(hf_config, setup)
-    flops = 1e6 * streamed.flops_per_token
-    seconds = flops / (GPUS["H100"].peak_flops * PRODUCT_EFFICIENCY * setup.num_gpus)
-    passes = streamed.passes(1e6, states_gb)
-    return (
-        f"--stream_trunk: {streamed.peak / GB:.2f} GB on one rank; for one million tokens, layers of "
-        f"{streamed.trunk / GB:.1f} GB are read {passes} times, and {flops:.2g} FLOPs take about "
-        f"{seconds:.0f} s on {setup.num_gpus} H100"
     )
 
 

@@ -48,12 +48,11 @@ def memory_section(args: SftArgs, plan: Plan, facts: Facts) -> str:
     if facts.architecture is None:
         return ""
     setup, lines = Setup.of(args, plan), []
-    if args.stream_trunk:
-        peak = estimate_streamed(facts.hf_config, setup).peak
-        lines.append(f"{peak / GB:.2f} GB (1e9 bytes) on one rank, with --stream_trunk")
-    else:
+    if plan.trunk.holds_layers:
         for table in memory_tables(args, facts, setup):
             lines += table.lines
+    else:
+        lines.append(estimate_streamed(facts.hf_config, setup).line)
     if image_sizes(facts.hf_config):
         lines.append("for rows without images; doctor --plan --images_per_row also counts images")
     return "\nmemory\n" + textwrap.indent("\n".join(lines), "  ")

@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"tuner_type": "lora"},
     "heads_only": {"mtp_mode": "heads_only"},
-    "heads_only, --stream_trunk": {"mtp_mode": "heads_only"},
+    "heads_only, --stream_trunk": {"mtp_mode": "heads_only", "stream_trunk": True},
 }
 """The kinds of runs, with the options that they add to those of the command."""
 
@@ -57,11 +57,12 @@ def sizes(args: SftArgs) -> dict[str, dict[str, int]]:
         facts = Facts(1, hf_config, machine=PLANNED_MACHINE)
         for kind, options in KINDS.items():
             run = dataclasses.replace(args, **options)
-            setup = Setup.of(run, plan_of(run, facts))
-            if kind.endswith("--stream_trunk"):
-                found[model][kind] = estimate_streamed(hf_config, setup).peak
-            else:
+            plan = plan_of(run, facts)
+            setup = Setup.of(run, plan)
+            if plan.trunk.holds_layers:
                 found[model][kind] = largest(estimate(hf_config, setup)).total
+            else:
+                found[model][kind] = estimate_streamed(hf_config, setup).peak
     return found
 
 

@@ -90,7 +90,7 @@ class Batch:
         tokens_KBS: int64. For the trunk, the tokens, and the pad token after the end of a sequence. For depth k, the
             token k positions later in the same row or packed sequence, and 0 past its end.
         labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1 of the same sequence; -100 if it is ignored or
-            does not exist. `micro_batches.on_this_rank` keeps them on the host, where targets are counted.
+            does not exist. `on_this_rank` keeps them on the host, where targets are counted.
         loss_scale_KBS: float32; weight of `labels[k, b, s]` in the loss; 0 if the label is -100.
         position_ids_BS: int64; 0, 1, 2, ... in every sequence.
         sequence_KBS: int64; index in the micro-batch of the sequence that `tokens[k, b, s]` belongs to; -1 for padding

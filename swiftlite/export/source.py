@@ -20,6 +20,7 @@ from swiftlite.export.fp8_source import fp8_model_of
 from swiftlite.export.provenance import Provenance, provenance_of
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.plan.facts import run_checkpoints
+from swiftlite.plan.trunk import Trunk
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import resolve_checkpoint
 from swiftlite.train.checkpoint.source import check_source
@@ -31,7 +32,7 @@ class KeptTrunk:
     """The part of a frozen trunk that the export takes from the model that the run started from.
 
     Attributes:
-        layers_from: the model that has the decoder layers, which the checkpoint of a streamed trunk lacks.
+        layers_from: the model that has the decoder layers, if the checkpoint lacks them.
         files_from: the quantized model whose files the export keeps instead of writing the trunk.
     """
 
@@ -143,14 +144,16 @@ def _kept_trunk(args: ExportArgs, state: CheckpointState) -> KeptTrunk:
         UserError: an option does not apply to the trunk of the run, or the model is not found or has changed.
     """
     _check_quantized_trunk(args, state)
-    keeps_files = state.quantized_trunk and not args.dequantize
-    if state.base is None or not (state.streams_trunk or keeps_files):
+    trunk = state.trunk
+    if args.dequantize:
+        trunk = replace(trunk, keeps_files=False)
+    if state.base is None or not trunk.is_in_base:
         return KeptTrunk()
-    model = _unchanged_base(state.base, state)
-    return KeptTrunk(model if state.streams_trunk else None, model if keeps_files else None)
+    model = _unchanged_base(state.base, state.trunk)
+    return KeptTrunk(None if trunk.holds_layers else model, model if trunk.keeps_files else None)
 
 
-def _unchanged_base(base: AdapterBase, state: CheckpointState) -> HfModel:
+def _unchanged_base(base: AdapterBase, trunk: Trunk) -> HfModel:
     """Return the model that a run with a frozen trunk started from.
 
     Raises:
@@ -159,16 +162,10 @@ def _unchanged_base(base: AdapterBase, state: CheckpointState) -> HfModel:
     try:
         model = resolve(base.model)
     except UserError as error:
-        hint = "restore the directory: a run with --stream_trunk does not store decoder layers"
-        if state.quantized_trunk:
-            hint = "restore the directory: the export keeps the files of the quantized trunk"
-        raise UserError(error.problem, hint) from None
+        raise UserError(error.problem, trunk.lost_base_hint) from None
     if shared_digest_of(model.directory) != base.sha256:
-        run_words = "the run"
-        if state.streams_trunk:
-            run_words = "the run with --stream_trunk"
         raise UserError(
-            f"{base.model} has other weights than when {run_words} started",
+            f"{base.model} has other weights than when {trunk.run_words} started",
             "restore the weights: the heads were trained for them",
         )
     return model
@@ -181,11 +178,11 @@ def _check_quantized_trunk(args: ExportArgs, state: CheckpointState) -> None:
         UserError: an option does not apply.
     """
     if args.dequantize:
-        if not state.quantized_trunk:
+        if not state.trunk.keeps_files:
             raise UserError("--dequantize does not apply: the trunk of the run is not quantized", "remove it")
         return
     for name in ("quant_method", "torch_dtype"):
-        if state.quantized_trunk and vars(args)[name]:
+        if state.trunk.keeps_files and vars(args)[name]:
             raise UserError(
                 f"--{name} {vars(args)[name]} does not apply to the quantized trunk, whose files are kept",
                 "remove it, or add --dequantize true",

@@ -281,11 +281,11 @@ def _copy_quantized_trunk(trunk: HfModel, directory: Path) -> dict[str, Entry]:
 
 
 def _open_checkpoint(source: RunSource, mesh: Mesh) -> list[GPTModel]:
-    """Load the checkpoint's model on this rank, with the heads of another model if given; without decoder layers if its
-    trunk was streamed."""
+    """Load the checkpoint's model on this rank, with the heads of another model if given; without decoder layers
+    if the run read them from files."""
     hf_model = source.hf_model
     chunks = build_hf_model(
-        hf_model, mesh, dtype=source.dtype, heads=source.heads, streams_trunk=source.state.streams_trunk
+        hf_model, mesh, dtype=source.dtype, heads=source.heads, holds_layers=source.state.trunk.holds_layers
     )
     if source.lora:
         add_adapters(chunks, source.lora, hf_model.family.rows(hf_model.config, source.heads.layers))

@@ -126,7 +126,7 @@ class GPTModel(McoreGPTModel):
             vp_stage=stage.vp_stage,
         )
         self.heads, self.drafting = settings.heads, settings.drafting
-        self.trunk_is_frozen, self.streams_trunk = settings.freeze_trunk, settings.streams_trunk
+        self.trunk_is_frozen = settings.freeze_trunk
         self.mtp_loss: MtpLoss = settings.mtp_loss
         self.loss_in_chunks = settings.loss_in_chunks
         self.detached_heads = settings.detached_heads
@@ -137,7 +137,7 @@ class GPTModel(McoreGPTModel):
         self.heads_have_output_layers = outside.heads_have_output_layers
         self.rotary_pos_emb = rotary_pos_emb
         self.tower, self.sent_outputs = stage.tower, stage.sent_outputs
-        block_class = StreamedBlock if self.streams_trunk else TransformerBlock
+        block_class = TransformerBlock if settings.holds_layers else StreamedBlock
         self.decoder = block_class(
             config=config,
             spec=stage.decoder,
@@ -402,7 +402,10 @@ class GPTModel(McoreGPTModel):
             concatenated [2S, B, H] (`norm.returning_input`).
         """
         # megatron-core passes both masks to every layer. Attention here is always causal and routers use no mask, so
-        # the arguments are used for the KV cache and the router targets, with features of images.
+        # the arguments are used for the KV cache and the router targets, with features of images. A separate argument
+        # is not possible: the block calls layers with a fixed list of arguments (transformer_block.py:765 of 0.16.1),
+        # and a layer passes only the padding mask to its MLP (transformer_layer.py:514). Subclasses would have to
+        # repeat both methods. Attributes of modules would not do: pipelines and recomputation interleave micro-batches.
         padding_mask: RoutedTokens | Deepstack | None = tokens
         if placed is not None and placed.deepstack_IH:
             padding_mask = Deepstack(placed.features(self._on_this_sequence_rank(placed.item_BS.T)), tokens)

@@ -25,7 +25,7 @@ class ModelSettings:
         heads: the MTP heads of the model.
         freeze_trunk: whether embedding, decoder and the trunk's loss are computed without gradients. The caller selects
             the trained parameters (`Trainable`).
-        streams_trunk: whether the model has no decoder layers, and its frozen trunk is computed by `StreamedTrunk`.
+        holds_layers: whether the model has the decoder layers; otherwise it has a `StreamedBlock`.
         recompute, moe: options of megatron-core.
         drafting: which states and embeddings the MTP layers read; needed only for computing.
         mtp_loss: loss of the heads: cross-entropy with the labels (ce), or a distance from the trunk's distribution,
@@ -41,7 +41,7 @@ class ModelSettings:
 
     heads: Heads = Heads()
     freeze_trunk: bool = False
-    streams_trunk: bool = False
+    holds_layers: bool = True
     recompute: RecomputeArgs = field(default_factory=RecomputeArgs)
     moe: MoeArgs = field(default_factory=MoeArgs)
     drafting: Drafting = Drafting()

@@ -24,6 +24,7 @@ from swiftlite.plan.kernels import Kernels, Machine, choose, largest_head
 from swiftlite.plan.layout import data_parallel_size, group_of, layout_of, length_divisor, length_multiple
 from swiftlite.plan.low_precision import LowPrecision
 from swiftlite.plan.trainable import trainable_of
+from swiftlite.plan.trunk import Trunk
 
 Packing = Literal["none", "micro_batch", "rows", "step"]
 """none: no packing. micro_batch: the samples of each micro-batch are packed. rows: all samples are packed into rows.
@@ -58,6 +59,7 @@ class Plan:
     distributed: DistributedArgs
     lora: Lora | None
     """Adapters that are trained instead of the model's parameters; None without adapters."""
+    trunk: Trunk
     lr: float
     min_lr: float
     save_steps: int
@@ -103,6 +105,9 @@ def make_plan(
     replicas = data_parallel_size(layout, world_size)
     lr = lr_of(args, checkpoint, is_quantized=is_quantized)
     kernels = choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head)
+    lora = lora_of(args, checkpoint)
+    # --freeze_llm requires a tower, which options do not name.
+    freezes_trunk = trainable_of(args, heads, lora, has_tower=args.freeze_llm).freezes_trunk
     return Plan(
         world_size=world_size,
         layout=layout,
@@ -119,7 +124,8 @@ def make_plan(
         row_multiple=row_multiple_of(layout, packing_of(args), machine.is_cuda, kernels.low_precision),
         kernels=kernels,
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
-        lora=lora_of(args, checkpoint),
+        lora=lora,
+        trunk=Trunk.of(args, keeps_files=is_quantized and lora is None and freezes_trunk),
         lr=lr,
         min_lr=min_lr_of(args, lr),
         save_steps=args.save_steps,
@@ -299,8 +305,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         lines.append(("drafts", f"{heads.drafts} tokens with one MTP layer, loss weights {weights}"))
     if heads.layers and args.draft_for:
         lines.append(("head inputs", f"those of {args.draft_for}"))
-    if args.stream_trunk:
-        lines.append(("trunk", f"read layer by layer, its states are written to {args.cache_trunk_states}"))
+    lines += plan.trunk.lines
     if heads.draft_vocab:
         lines.append(("draft vocabulary", f"{len(heads.draft_vocab)} tokens"))
     if heads.layers and args.mtp_mode == "joint":
@@ -459,7 +464,7 @@ def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
         ("run_report.json", "rows kept and dropped, changed parameters"),
         ("run_report.html", "report page for a browser"),
     ]
-    measures_acceptance = args.acceptance_samples and not args.stream_trunk
+    measures_acceptance = args.acceptance_samples and plan.trunk.holds_layers
     if plan.heads.layers and measures_acceptance and holds_out(args):
         lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
         lines.append(("drafts.json", "some of the answers, with accepted and rejected drafts"))

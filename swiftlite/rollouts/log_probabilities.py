@@ -12,13 +12,13 @@ from torch import nn
 
 from swiftlite.data.batch import Batch
 from swiftlite.data.sample import Sample
-from swiftlite.model.forward import forward_step_of
+from swiftlite.model.forward import forward_step_of, run_batches
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches, Collated, run_batches
+from swiftlite.train.batches.micro_batches import Batches, Collated
 
 
 @torch.no_grad()

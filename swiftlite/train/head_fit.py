@@ -32,8 +32,7 @@ temperature 1: by 0.04 on one half of the held-out rows, and not at all on the o
 Shapes: S sequence, B batch, H hidden size, F inputs of `linear_fc2`, I inputs of the fitted layer, N tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -49,16 +48,11 @@ from swiftlite.data.sample import Sample
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
-from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.inputs import ModelInputs, Target
-from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.ranks import all_gather_rows
-from swiftlite.model.streamed_trunk import StreamedOutput, StreamedTrunk
+from swiftlite.model.trunk import COMPUTED, TrunkLayers
 from swiftlite.runtime.compat import MTP_INNER_LAYER
-from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import on_this_rank, run_batches
 
 TOKENS_PER_INPUT = 50
 """Number of tokens for the fit per input channel of the projection. The projection has 2H input channels, so a hidden
@@ -95,7 +89,7 @@ def fit_heads(
     mesh: Mesh,
     batches: Sequence[Batch],
     block: Layer,
-    streamed_trunk: StreamedTrunk | None = None,
+    trunk: TrunkLayers = COMPUTED,
 ) -> None:
     """Fit the projection of each head and the output matrix of its MLP. Collective.
 
@@ -104,7 +98,7 @@ def fit_heads(
             `why_no_fit` rejects other layouts.
         batches: this rank's micro-batches, the same number on every data-parallel rank.
         block: the decoder layer of the heads.
-        streamed_trunk: computes the trunk if the chunks have no decoder layers.
+        trunk: runs the decoder layers.
     """
     for chunk in chunks:
         chunk.eval()  # disables recomputation
@@ -116,43 +110,11 @@ def fit_heads(
         for fit_kind in fit_kinds:
             fits = [fit_kind(chunk, depth, mesh, block) for chunk in chunks if chunk.mtp_process]
             with mesh.active():
-                if streamed_trunk:
-                    _run_streamed(streamed_trunk, chunks[0], mesh, batches, fits)
-                else:
-                    _run(chunks, mesh, batches, fits)
+                trunk.run_unlabeled(chunks, mesh, batches, fits)
             for fit in fits:
                 fit.finish()
     for chunk in chunks:
         chunk.train()
-
-
-def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits: Sequence["_Fit"]) -> None:
-    """Run all micro-batches through the model while `fits` collect inputs."""
-
-    def forward_step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Any, Callable]:
-        batch = next(batches)
-        for fit in fits:
-            fit.batch = batch
-        output = forward(chunk, _without_labels(batch))
-        return output, lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
-
-    run_batches(chunks, mesh, batches, forward_step, forward_only=True)
-
-
-def _run_streamed(
-    trunk: StreamedTrunk, model: GPTModel, mesh: Mesh, batches: Sequence[Batch], fits: Sequence["_Fit"]
-) -> None:
-    """Run all micro-batches like `_run`, through a model whose trunk is streamed."""
-    unlabeled = map(_without_labels, on_this_rank(batches, mesh))
-    for streamed in trunk.outputs(unlabeled, with_last_input=True):
-        for fit in fits:
-            fit.see(streamed)
-        model(ModelInputs.of(streamed.batch), Target.of(streamed.batch), streamed.output)
-
-
-def _without_labels(batch: Batch) -> Batch:
-    """Return the batch without labels, so that no logits are computed."""
-    return replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
 
 
 class _Fit:
@@ -180,9 +142,12 @@ class _Fit:
         self.num_tokens = torch.zeros((), **float64)
         self.hooks: list[RemovableHandle] = []
 
-    def see(self, streamed: StreamedOutput) -> None:
-        """Set the micro-batch, and what a streamed trunk has computed for it."""
-        self.batch = streamed.batch
+    def begin(self, batch: Batch) -> None:
+        """Set the micro-batch."""
+        self.batch = batch
+
+    def see_last_input(self, hidden_SBH: torch.Tensor) -> None:
+        """Set the target, if it is the input of the last decoder layer."""
 
     def _is_token(self) -> torch.Tensor:
         """Return which positions of the whole row have a target, bool [S, B]."""
@@ -234,17 +199,9 @@ class _ProjectionFit(_Fit):
         head: Any = chunk.mtp.layers[depth]
         self.linear: Any = head.eh_proj
         self.hooks.append(self.linear.register_forward_pre_hook(self._see_input))
-        if not chunk.streams_trunk:
-            last_layer: Any = chunk.decoder.layers[-1]
-            self.hooks.append(last_layer.register_forward_pre_hook(self._see_target, with_kwargs=True))
 
-    def see(self, streamed: StreamedOutput) -> None:
-        super().see(streamed)
-        assert streamed.last_input_SBH is not None
-        self.target_SBH = on_device(streamed.last_input_SBH, self.mesh.device.torch_device)
-
-    def _see_target(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.target_SBH = kwargs["hidden_states"]
+    def see_last_input(self, hidden_SBH: torch.Tensor) -> None:
+        self.target_SBH = hidden_SBH
 
     def _see_input(self, projection: nn.Module, args: tuple) -> None:
         if self.target_SBH is not None:
@@ -268,7 +225,7 @@ class _MlpFit(_Fit):
         self.linear: Any = getattr(head, MTP_INNER_LAYER).mlp.linear_fc2
         super().__init__(chunk, depth, mesh, self.linear.weight.size(1) * mesh.tp.size())
         self.residual_multiplier = block.residual_multiplier
-        final_norm: Any = chunk.decoder.final_layernorm  # also of a streamed trunk
+        final_norm: Any = chunk.decoder.final_layernorm  # in the model even if the decoder layers are not
         self.hooks = [
             final_norm.register_forward_pre_hook(self._see_target),
             self.linear.register_forward_pre_hook(self._see_input),

@@ -37,18 +37,19 @@ from swiftlite.data.batch import AXES, ITEM, Batch, count_items
 from swiftlite.data.dataset import Data
 from swiftlite.data.sample import Sample, digest
 from swiftlite.families.resolved import HfModel
+from swiftlite.model.forward import on_this_rank
 from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.loss.losses import TokenLoss
 from swiftlite.model.ranks import all_reduce_max
 from swiftlite.model.stage_states import StageStates
-from swiftlite.model.streamed_trunk import StreamedTrunk
+from swiftlite.model.trunk import TrunkLayers
 from swiftlite.plan.layout import ParallelLayout
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_head_parameter
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches, Collated, on_this_rank
+from swiftlite.train.batches.micro_batches import Batches, Collated
 from swiftlite.train.metrics.run_report import hash_tensor
 from swiftlite.train.train_state import TrainState
 
@@ -65,37 +66,39 @@ TOWER_HEADER_BYTES = 112
 
 @dataclass(frozen=True)
 class HiddenStateCache:
-    """The cache of a run, created by `open_hidden_state_cache`.
+    """The cache of a run (a `TrunkSource`), created by `open_hidden_state_cache`.
 
     Attributes:
         directory: directory of the files.
         mesh: the ranks of the run, which process their micro-batches at the same time.
+        trunk: the source of outputs that are not in the cache.
     """
 
     directory: Path
     mesh: Mesh
+    trunk: TrunkLayers
 
-    def output_of(self, model: torch.nn.Module, batch: Batch) -> TrunkOutput:
+    def output(self, model: torch.nn.Module, batch: Batch) -> TrunkOutput:
         """Return the trunk's output for a micro-batch. Collective over all ranks.
 
         If the output is not in the cache, it is computed and added.
 
         Raises:
-            UserError: a file is damaged, or cannot be written.
+            UserError: a file is damaged, missing without decoder layers that compute it, or cannot be written.
         """
         bare = cast(GPTModel, unwrap_model(model))
         path = self._path(batch)
         # Ranks share layers, so either all ranks compute or none does.
         if not all_reduce_max(int(not path.exists()), self.mesh):
             return _read(path, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
-        if bare.streams_trunk:
-            raise UserError(f"{FLAG}: {self.directory} lacks files", "use --resume, which computes them again")
-        output = bare.trunk_output(ModelInputs.of(batch), batch.labels_KBS[0])
+        output = self.trunk.output(model, batch)
+        if output is None:
+            output = bare.trunk_output(ModelInputs.of(batch), batch.labels_KBS[0])
         self._add(path, output)
         return output
 
-    def fill(self, trunk: StreamedTrunk, batches: Batches, data: Data) -> None:
-        """Compute the files that are missing for a run with a streamed trunk; collective.
+    def fill(self, batches: Batches, data: Data) -> None:
+        """Write the missing files with outputs that steps cannot compute; collective.
 
         Files are written after each group of micro-batches, so a run that is killed loses at most one group.
 
@@ -106,7 +109,7 @@ class HiddenStateCache:
         rows = _distinct_rows(batches, data)
         rows += [[]] * (-len(rows) % num_ranks)  # padding, because all ranks run the layers together
         micro_batches = Collated(batches.collate, rows[self.mesh.dp.rank() :: num_ranks])
-        for streamed in trunk.outputs(self._missing(micro_batches)):
+        for streamed in self.trunk.outputs_before_steps(self._missing(micro_batches)):
             self._add(self._path(streamed.batch), streamed.output)
         dist.barrier()
 
@@ -171,7 +174,7 @@ def open_hidden_state_cache(
     dist.barrier()
     if not _has_manifest(directory, manifest):
         raise UserError(f"{FLAG} {directory} is not shared by every machine", "use a directory on a shared file system")
-    return HiddenStateCache(directory, mesh)
+    return HiddenStateCache(directory, mesh, train_state.trunk)
 
 
 def _manifest(
@@ -179,8 +182,7 @@ def _manifest(
 ) -> dict[str, str]:
     """Return everything that the stored states depend on, by name. Error messages contain the names. Collective."""
     mine = {name: value for name, value in train_state.hashes.items() if not is_head_parameter(name)}
-    if train_state.streamed_trunk:
-        mine |= train_state.streamed_trunk.hashes(hash_tensor)
+    mine |= train_state.trunk.hashes(hash_tensor)
     trunks: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(trunks, _sha256(mine))
     rows = sorted(digest([sample]) for sample in (*data.train, *data.val))

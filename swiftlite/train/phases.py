@@ -19,7 +19,6 @@ from swiftlite.args.config import write_config
 from swiftlite.args.data_file import split_sample
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
-from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe, some
@@ -29,10 +28,10 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.hub.commits import check_commits, write_commits
 from swiftlite.hub.name import hub_names
 from swiftlite.methods.index import method_of
+from swiftlite.model.trunk import TrunkSource
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule, layout_lines
-from swiftlite.plan.trainable import Trainable
 from swiftlite.report.metrics import read_metrics, restarts_in
 from swiftlite.report.profiles import read_profiles
 from swiftlite.runtime.agreement import check_agreement, digest
@@ -46,7 +45,6 @@ from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import load_checkpoint
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
 from swiftlite.train.checkpoint.state import CheckpointState, DataState
-from swiftlite.train.hidden_state_cache import HiddenStateCache
 from swiftlite.train.image_files import changed_images, write_digests
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.metrics.run_report import check_frozen, compare_tensors, write_report
@@ -70,7 +68,7 @@ class Run:
         encoder: converts rows of data files to samples.
         checkpoint: the checkpoint to resume from; None for a new run.
         data_state: digests of data and tokenizer that checkpoints store, see the function `data_state`.
-        hidden_state_cache: cache of the frozen trunk's hidden states. None: the states are computed in each step.
+        trunk: the source of the trunk's output in each step.
     """
 
     args: SftArgs
@@ -88,7 +86,7 @@ class Run:
     checkpoint: Path | None
     train_state: TrainState
     data_state: DataState
-    hidden_state_cache: HiddenStateCache | None
+    trunk: TrunkSource
     teacher_model: HfModel | None = None
 
     @property
@@ -244,9 +242,8 @@ def state_of(run: Run, base: AdapterBase | None = None) -> CheckpointState:
     Args:
         base: the model that an earlier checkpoint of the run names; None for a new run.
     """
-    lora, streams_trunk = run.plan.lora, run.args.stream_trunk
-    quantized_trunk = keeps_quantized_trunk(run.hf_model, run.train_state.trainable, lora)
-    if not (lora or streams_trunk or quantized_trunk):
+    lora, trunk = run.plan.lora, run.plan.trunk
+    if not (lora or trunk.is_in_base):
         base = None
     elif base is None:  # `check_same_base` has computed the digest
         base = AdapterBase(_model_to_store(run), shared_digest_of(run.hf_model.directory))
@@ -258,14 +255,8 @@ def state_of(run: Run, base: AdapterBase | None = None) -> CheckpointState:
         data=run.data_state,
         lora=lora,
         base=base,
-        streams_trunk=streams_trunk,
-        quantized_trunk=quantized_trunk,
+        **trunk.to_state(),
     )
-
-
-def keeps_quantized_trunk(hf_model: HfModel, trainable: Trainable, lora: Lora | None) -> bool:
-    """Return whether the run trains only heads of a quantized model, so that exports keep the files of its trunk."""
-    return hf_model.is_quantized and trainable.freezes_trunk and lora is None
 
 
 def _model_to_store(run: Run) -> str:

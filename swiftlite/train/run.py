@@ -36,12 +36,14 @@ from swiftlite.data.template import load_tokenizer
 from swiftlite.families.resolved import HfModel, resolve_options
 from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable
+from swiftlite.model.trunk import TrunkSource
 from swiftlite.plan.cost.flops import Flops, training_flops
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule, make_plan, make_schedule, nsys_line
 from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
+from swiftlite.plan.trunk import Trunk
 from swiftlite.runtime.malloc import return_large_blocks
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.runtime.progress import check_launcher, num_restarts
@@ -55,7 +57,7 @@ from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
 from swiftlite.train.checkpoint.state import CheckpointState, StreamState
 from swiftlite.train.head_fit import samples_to_fit
-from swiftlite.train.hidden_state_cache import HiddenStateCache, check_directory, open_hidden_state_cache
+from swiftlite.train.hidden_state_cache import check_directory, open_hidden_state_cache
 from swiftlite.train.methods.conversations import image_extras_of
 from swiftlite.train.methods.training import TrainBatches, Training, training_of
 from swiftlite.train.metrics.loggers import open_metric_loggers
@@ -75,9 +77,10 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
     """
     check_launcher(args.max_restarts)
-    if after_step and args.stream_trunk:
-        raise UserError("after_step is not supported with --stream_trunk", "remove one of the two")
-    if args.stream_trunk:
+    trunk = Trunk.of(args)
+    if after_step:
+        trunk.check_weights_can_be_sent()
+    if not trunk.holds_layers:
         return_large_blocks()
     models = resolve_options(args)
     with (
@@ -115,7 +118,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     extras = list(training.extras)
     if data.has_images:
         hf_model = hf_model.with_images()
-        check_tower(args, hf_model)
+        Trunk.of(args).check_tower(hf_model.family.tower(hf_model.config), hf_model.family.name)
         extras += image_extras_of(hf_model, mesh)
     warn_of_long_samples(data, hf_model)
     plan = plan_run(args, mesh, hf_model, data)
@@ -132,7 +135,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(args, data, tokenizer)
     phases.check_same_data(checkpoint, data_state, data)
-    if plan.lora or args.stream_trunk or phases.keeps_quantized_trunk(hf_model, trainable, plan.lora):
+    if plan.lora or plan.trunk.is_in_base:
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
@@ -157,7 +160,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         checkpoint=checkpoint,
         train_state=train_state,
         data_state=data_state,
-        hidden_state_cache=open_cache(args, mesh, hf_model, batches, train_state, data),
+        trunk=open_source(args, mesh, hf_model, batches, train_state, data),
         teacher_model=models.get("teacher_model"),
     )
     return training.prepare(prepared)
@@ -169,7 +172,7 @@ def flops_of(args: SftArgs, plan: Plan, hf_model: HfModel, trainable: Trainable)
         hf_model.config,
         plan.heads,
         heads_only=trainable.freezes_trunk,
-        trunk_is_read=args.cache_trunk_states is not None,
+        trunk_is_read=plan.trunk.cache is not None,
         lora=plan.lora,
         tower=hf_model.family.tower(hf_model.config),
         trained_parts=trained_parts_of(args),
@@ -224,18 +227,6 @@ def check_profile_steps(args: SftArgs, schedule: Schedule) -> None:
         raise UserError(problem, f"use steps up to {schedule.steps}, or more --num_train_epochs")
     if args.profile_steps and args.profile_kind == "nsys":
         logger.info("--profile_kind nsys records only if this command was started with: %s", nsys_line(args))
-
-
-def check_tower(args: SftArgs, hf_model: HfModel) -> None:
-    """Check that the options support the tower of a run whose rows have images, before the model is read.
-
-    Raises:
-        UserError: decoder layers add outputs of the tower, and --stream_trunk reads them layer by layer.
-    """
-    tower = hf_model.family.tower(hf_model.config)
-    if args.stream_trunk and tower is not None and tower.num_deepstack:
-        problem = f"--stream_trunk does not support images with model_type {hf_model.family.name!r}"
-        raise UserError(problem, "omit --stream_trunk")
 
 
 def warn_of_long_samples(data: Data, hf_model: HfModel) -> None:
@@ -381,16 +372,15 @@ def make_trainer(
     )
 
 
-def open_cache(
+def open_source(
     args: SftArgs, mesh: Mesh, hf_model: HfModel, batches: Batches, train_state: TrainState, data: Data
-) -> HiddenStateCache | None:
-    """Open the cache of --cache_trunk_states, and fill it if the trunk is streamed; return None without the option."""
+) -> TrunkSource:
+    """Return the source of the trunk's output in each step, with the cache of --cache_trunk_states if it is given."""
     if args.cache_trunk_states is None:
-        return None
+        return train_state.trunk
     directory = Path(args.cache_trunk_states)
     cache = open_hidden_state_cache(directory, mesh, batches, hf_model, train_state, data, args.torch_dtype)
-    if train_state.streamed_trunk:
-        cache.fill(train_state.streamed_trunk, batches, data)
+    cache.fill(batches, data)
     return cache
 
 
@@ -410,7 +400,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
     """Return the held-out prompts of the run, with the options for generating answers to them."""
     args = run.args
     prompts, eos_token_ids = training_of(args).held_out_prompts(run)
-    if args.stream_trunk:
+    if not run.plan.trunk.holds_layers:
         prompts = ()  # continuing them would read all layers for each token
     return HeldOut(
         path=run.output_dir / ACCEPTANCE_FILE,

@@ -19,7 +19,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters
 from swiftlite.model.open import open_model
-from swiftlite.model.streamed_trunk import StreamedTrunk
+from swiftlite.model.trunk import TrunkLayers, open_trunk
 from swiftlite.model.vision import VisionTransformer
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.megatron_config import settings_of
@@ -41,7 +41,7 @@ class TrainState:
         weights_report: whether each tensor was loaded, initialized, dropped or carried over.
         trainable: which parameters are trained.
         hashes: hash of each parameter before training, see `train.metrics.run_report.hash_tensors`.
-        streamed_trunk: computes the trunk, if the chunks have no decoder layers (`--stream_trunk`); otherwise None.
+        trunk: runs the decoder layers.
     """
 
     chunks: Sequence[GPTModel]
@@ -51,7 +51,7 @@ class TrainState:
     weights_report: WeightsReport
     trainable: Trainable
     hashes: Mapping[str, str]
-    streamed_trunk: StreamedTrunk | None = None
+    trunk: TrunkLayers
 
 
 def make_train_state(
@@ -85,7 +85,7 @@ def make_train_state(
         graft_from=graft_from,
         seed=args.seed,
         freeze_trunk=trainable.freezes_trunk,
-        streams_trunk=args.stream_trunk,
+        holds_layers=plan.trunk.holds_layers,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
         mtp_loss=plan.mtp_loss,
@@ -100,12 +100,10 @@ def make_train_state(
                 chunk.tower.recompute_activations()
     report = report.over_all_ranks()
     _check_no_head_is_forgotten(args, hf_model, plan, report)
-    streamed_trunk = None
-    if args.stream_trunk:
-        streamed_trunk = StreamedTrunk(chunks[0], hf_model, mesh, int(args.stream_trunk_gb * 1e9))
+    trunk = open_trunk(plan.trunk, chunks, hf_model, mesh)
     if rows_to_fit is not None:
         block = hf_model.family.architecture(hf_model.config).mtp_block
-        fit_heads(chunks, mesh, rows_to_fit, block, streamed_trunk)
+        fit_heads(chunks, mesh, rows_to_fit, block, trunk)
     if plan.lora:
         rows = hf_model.family.rows(hf_model.config, plan.heads.layers)
         logger.info("adapters: %d on this rank", add_adapters(chunks, plan.lora, rows, args.seed))
@@ -114,7 +112,7 @@ def make_train_state(
     ddp_settings = settings_of(args.megatron_config, "DistributedDataParallelConfig")
     wrapped = wrap_model(chunks, mesh, dtype, plan.distributed, ddp_settings)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
-    return TrainState(chunks, wrapped, optimizer, scheduler, report, trainable, hashes, streamed_trunk)
+    return TrainState(chunks, wrapped, optimizer, scheduler, report, trainable, hashes, trunk)
 
 
 def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, report: WeightsReport) -> None:

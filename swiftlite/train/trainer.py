@@ -17,12 +17,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.base.errors import UserError
 from swiftlite.data.batch import Batch
+from swiftlite.model.forward import run_batches
 from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import run_batches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.clipping import SeparateClipping
 from swiftlite.train.metrics.loggers import MetricLogger

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swiftlite.data.batch import Extra, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample, truncate
-from swiftlite.train.batches.micro_batches import shard
+from swiftlite.model.forward import shard
 
 EMPTY = make_sample([], [])
 LONG = make_sample([5, 6, 7, 8], np.array([0, 0, 0.5, 2]))

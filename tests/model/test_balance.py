@@ -24,13 +24,13 @@ from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families import index
 from swiftlite.model.build import build_model
+from swiftlite.model.forward import shard
 from swiftlite.model.layers.router import TopKRouter, take_load_balancing_loss
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import shard
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session

@@ -22,6 +22,7 @@ from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.model.build import build_model
+from swiftlite.model.forward import shard
 from swiftlite.model.gpt import Losses
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import all_gather_rows, all_reduce_sum, broadcast_from_last_stage
@@ -29,7 +30,6 @@ from swiftlite.plan.layout import length_multiple, sequence_multiple
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.exchange import broadcast, stage_fields
-from swiftlite.train.batches.micro_batches import shard
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session

@@ -29,6 +29,7 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters, gather_adapters
+from swiftlite.model.trunk import COMPUTED
 from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
@@ -244,7 +245,8 @@ def compute(job: Job) -> list[dict[str, float]]:
         flops = training_flops(hf_config, plan.heads)
         batches = Batches(plan, mesh.dp.rank(), 0, flops, job.extras)
         rows = batches.rows(samples)
-        trunk_states = HiddenStateCache(Path(args.cache_trunk_states), mesh) if args.cache_trunk_states else None
+        states = args.cache_trunk_states
+        trunk = HiddenStateCache(Path(states), mesh, COMPUTED) if states else COMPUTED
         checkpointer = Checkpointer(
             job.out_dir,
             mesh,
@@ -256,7 +258,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         trainer = Trainer(
             mesh=mesh,
             model=wrapped,
-            objective=NextTokenObjective(plan.heads, args.mtp_loss_scaling_factor, trunk_states),
+            objective=NextTokenObjective(plan.heads, args.mtp_loss_scaling_factor, trunk),
             optimizer=optimizer,
             scheduler=scheduler,
             plan=plan,

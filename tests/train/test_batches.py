@@ -16,10 +16,11 @@ from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra, collate_packed
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
+from swiftlite.model.forward import on_this_rank, shard
 from swiftlite.plan.cost.flops import Flops
 from swiftlite.plan.run import make_plan
 from swiftlite.runtime.device import Device
-from swiftlite.train.batches.micro_batches import Batches, on_this_rank, shard
+from swiftlite.train.batches.micro_batches import Batches
 
 FLOPS = Flops(linear=1.0, square=0.01, targets=(0.0,))
 PACKINGS: dict[str, dict[str, Any]] = {

@@ -182,7 +182,7 @@ def test_a_resumed_run_requires_the_same_trunk(options, mesh, hf_dir, tmp_path):
 def test_missing_layers_are_never_written(mesh, hf_dir, tmp_path):
     """Without layers, the files would have zeros in their place."""
     model = resolve(hf_dir)
-    chunks = build_hf_model(model, mesh, dtype=torch.float32, streams_trunk=True)
+    chunks = build_hf_model(model, mesh, dtype=torch.float32, holds_layers=False)
     with pytest.raises(ValueError, match="streamed"):
         save_hf(chunks, tmp_path / "out", model.family, model.config)
     with pytest.raises(ValueError, match="streamed"):

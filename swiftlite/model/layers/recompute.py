@@ -86,7 +86,12 @@ class TransformerBlock(McoreTransformerBlock):
     defects (transformer_block.py:532 of 0.16.1). With the method `uniform`, it fails with an IndexError if
     `recompute_num_layers` does not divide the number of layers of a stage. With the method `block`, it drops the
     padding mask.
+
+    Attributes:
+        holds_layers: whether the layers of this stage are part of the block.
     """
+
+    holds_layers = True
 
     def _checkpointed_forward(
         self,

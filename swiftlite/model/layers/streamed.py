@@ -1,4 +1,4 @@
-"""The decoder layers of a frozen trunk that is larger than the memory (`--stream_trunk`)."""
+"""The decoder layers of a frozen trunk that is larger than the memory (`model/trunk.py`)."""
 
 import copy
 from dataclasses import replace
@@ -15,12 +15,14 @@ from swiftlite.model.layers.recompute import TransformerBlock
 
 
 class StreamedBlock(TransformerBlock):
-    """A block without layers, which builds and runs single layers; `StreamedTrunk` loads and frees them.
+    """A block without layers, which builds and runs single layers; its user loads and frees them.
 
     Args:
         spec: the layers that `build_layer` builds, and the final norm, which is part of the block.
         kwargs: further arguments of megatron-core's block.
     """
+
+    holds_layers = False
 
     def __init__(self, config: TransformerConfig, spec: TransformerBlockSubmodules, **kwargs: Any):
         self.layer_specs = list(spec.layer_specs or [])

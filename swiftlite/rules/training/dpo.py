@@ -11,15 +11,14 @@ from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems, ranks_of, sequence_multiple
 from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
 from swiftlite.rules import common
-from swiftlite.rules.training import sft
+from swiftlite.rules.training import sft, sft_heads
 
 UNSUPPORTED = {
     "loss_scale": "only the last answers of a row are trained",
     "streaming": "all rows are read before the first step",
     "sft_mock_dataset_config_json": "random tokens are not pairs",
     "sequence_packing_scheduler": "it balances single sequences",
-    "cache_trunk_states": "it requires a frozen trunk",
-    "stream_trunk": "it requires a frozen trunk",
+    **sft_heads.OF_A_FROZEN_TRUNK,
 }
 
 

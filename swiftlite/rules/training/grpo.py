@@ -21,13 +21,12 @@ from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rules import common, engine_options
-from swiftlite.rules.training import dpo, sft, teacher
+from swiftlite.rules.training import dpo, sft, sft_heads, teacher
 
 UNSUPPORTED_WITH_COMPLETIONS = {
     "streaming": "all rows are read before the first step",
     "sft_mock_dataset_config_json": "random tokens are not prompts",
-    "cache_trunk_states": "it requires a frozen trunk",
-    "stream_trunk": "it requires a frozen trunk",
+    **sft_heads.OF_A_FROZEN_TRUNK,
     "mtp_graft_from": "train the grafted heads by megatron sft first",
 }
 """Options of `megatron sft` that methods with sampled completions do not support (grpo and gkd)."""

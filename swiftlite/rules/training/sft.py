@@ -138,7 +138,7 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "vit_lr": (args.freeze_vit, "--freeze_vit is true"),
         "vit_gradient_checkpointing": (args.freeze_vit, "--freeze_vit is true"),
         "aligner_lr": (args.freeze_aligner, "--freeze_aligner is true"),
-        "stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given"),
+        **sft_heads.idle_of_trunk(args),
         "profile_kind": not_profiled,
         "profile_ranks": not_profiled,
     }
@@ -279,7 +279,7 @@ RULES = (
     sft_vision.something_is_trained,
     sft_heads.draft_for_is_measured,
     sft_heads.trunk_states_repeat,
-    sft_heads.streamed_trunk_is_only_read,
+    sft_heads.trunk_in_files_is_only_read,
     common.graft_has_heads,
     sft_heads.graft_is_given_once,
     sft_report.report_to_can_be,

@@ -21,6 +21,9 @@ from swiftlite.plan.heads import (
 from swiftlite.plan.layout import choices, layout_of
 from swiftlite.rules import common
 
+OF_A_FROZEN_TRUNK = dict.fromkeys(("cache_trunk_states", "stream_trunk"), "it requires a frozen trunk")
+"""Options that methods without frozen trunks do not support, and the reason."""
+
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or mtp_init_of(args, facts.heads) != "checkpoint":
@@ -141,7 +144,7 @@ def trunk_states_repeat(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield f"{flag} does not support --{name}: routers of a cached trunk do not run", f"remove --{name}"
 
 
-def streamed_trunk_is_only_read(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+def trunk_in_files_is_only_read(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     """Reject options that need decoder layers during training."""
     if not args.stream_trunk:
         return
@@ -161,6 +164,11 @@ def streamed_trunk_is_only_read(args: SftArgs, facts: Facts) -> Iterator[Problem
                 f"{flag} does not support --{name}, whose answers are generated token by token",
                 f"remove --{name}, and use swiftlite evaluate on the export",
             )
+
+
+def idle_of_trunk(args: SftArgs) -> dict[str, tuple[bool, str]]:
+    """Return whether options of the trunk have no effect, and why, as `sft.Idle`."""
+    return {"stream_trunk_gb": (not args.stream_trunk, "--stream_trunk is not given")}
 
 
 def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:

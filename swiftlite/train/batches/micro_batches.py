@@ -1,13 +1,10 @@
 """Select the micro-batches of a rank as a function of the step. A checkpoint therefore stores no state of the data."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
-from torch import nn
 
 from swiftlite.data.batch import Batch, Extra, collate, collate_packed, count_items
 from swiftlite.data.changed_samples import lengths_of
@@ -15,47 +12,9 @@ from swiftlite.data.packing.packing import PackedRows, pack, padded
 from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule
 from swiftlite.data.sample import Sample
-from swiftlite.model.context_parallel import shard_sequence
-from swiftlite.model.forward_step import ForwardStep
-from swiftlite.model.pipeline import run_pipeline
 from swiftlite.plan.cost.flops import Flops
 from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
 from swiftlite.plan.run import Plan
-from swiftlite.runtime.device import on_device
-from swiftlite.runtime.mesh import Mesh
-
-
-def shard(batch: Batch, rank: int, size: int) -> Batch:
-    """Return the part of a batch for context-parallel rank `rank` of `size`, which consists of two chunks of each
-    sequence."""
-    return batch.map(partial(shard_sequence, dim=-1, rank=rank, size=size, cu_seqlens=batch.cu_seqlens))
-
-
-def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
-    """Yield each batch on the device, reduced to the part of each row that this context-parallel rank computes.
-
-    Labels stay on the host. There, the number of labels is known without waiting for the device
-    (`model.loss.losses.select`).
-    """
-    move = partial(on_device, device=mesh.device.torch_device)
-    for batch in batches:
-        part = shard(batch, mesh.cp.rank(), mesh.cp.size())
-        moved = part.map(move).map_per_sequence(move)
-        yield replace(moved, labels_KBS=part.labels_KBS, on_host=part)
-
-
-def run_batches(
-    model: Sequence[nn.Module], mesh: Mesh, batches: Sequence[Batch], forward_step: ForwardStep, *, forward_only: bool
-) -> list[Any]:
-    """Send this rank's micro-batches through its chunks of the model with `run_pipeline`, and return the result."""
-    iterators = [on_this_rank(batches, mesh) for _ in model]
-    shapes, num_items = [], []
-    for batch in batches:  # once, because lazy batches are collated each time
-        shapes.append(batch.position_ids_BS.shape)
-        num_items.append(batch.num_items)
-    return run_pipeline(
-        model, mesh, forward_step, iterators, shapes=shapes, num_items=num_items, forward_only=forward_only
-    )
 
 
 @dataclass(frozen=True)

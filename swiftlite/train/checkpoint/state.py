@@ -12,6 +12,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import read_json
 from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase
+from swiftlite.plan.trunk import Trunk
 
 STATE_FILE = "trainer_state.json"
 VERSION = 1
@@ -93,6 +94,11 @@ class CheckpointState:
         if number.isdigit() and number != checkpoint.name and int(number) != state.step:
             raise UserError(f"{path} is damaged: it has step {state.step}, its directory {number}", USE_ANOTHER)
         return state
+
+    @property
+    def trunk(self) -> Trunk:
+        """The trunk of the run, without its cache."""
+        return Trunk(holds_layers=not self.streams_trunk, keeps_files=self.quantized_trunk)
 
     def to_json(self) -> str:
         """Return the content of trainer_state.json."""

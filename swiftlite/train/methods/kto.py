@@ -22,14 +22,14 @@ from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder
 from swiftlite.data.rows.rated import mismatch, parse_rated
 from swiftlite.data.sample import Sample, digest
-from swiftlite.model.forward import forward_step_of
+from swiftlite.model.forward import forward_step_of, run_batches
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.balance import Balance
 from swiftlite.model.ranks import all_reduce_sum
 from swiftlite.plan.preference import Preference, preference_of
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import MicroBatches, run_batches
+from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.methods.conversations import load_data, make_conversation_encoder
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
 from swiftlite.train.methods.preference import REFERENCE, log_probabilities_of

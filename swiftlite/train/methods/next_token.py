@@ -17,8 +17,8 @@ from swiftlite.model.gpt import Losses
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.balance import Balance
 from swiftlite.model.loss.losses import IGNORE_INDEX
+from swiftlite.model.trunk import COMPUTED, TrunkSource
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.hidden_state_cache import HiddenStateCache
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients
 from swiftlite.train.phases import Run
 
@@ -43,8 +43,7 @@ class NextTokenObjective:
 
     heads: Heads
     mtp_loss_scaling_factor: float
-    hidden_state_cache: HiddenStateCache | None = None
-    """Cache of a frozen trunk's hidden states. None: the hidden states are computed in each step."""
+    trunk: TrunkSource = COMPUTED
 
     @property
     def nonfinite_hint(self) -> str:
@@ -67,10 +66,7 @@ class NextTokenObjective:
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
-            trunk = None
-            if self.hidden_state_cache:
-                trunk = self.hidden_state_cache.output_of(model, batch)
-            output = model(ModelInputs.of(batch, balance), Target.of(batch), trunk)
+            output = model(ModelInputs.of(batch, balance), Target.of(batch), self.trunk.output(model, batch))
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
@@ -95,4 +91,4 @@ def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Seque
 
 def next_token_objective(run: Run) -> NextTokenObjective:
     """Return the objective of a run."""
-    return NextTokenObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, run.hidden_state_cache)
+    return NextTokenObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, run.trunk)

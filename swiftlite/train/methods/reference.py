@@ -33,7 +33,7 @@ from swiftlite.data.image_inputs import IMAGE_EXTRAS
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
 from swiftlite.families.resolved import HfModel
-from swiftlite.model.forward import forward_step_of
+from swiftlite.model.forward import forward_step_of, run_batches
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model
 from swiftlite.model.ranks import broadcast_from_last_stage, broadcast_from_mesh
@@ -42,7 +42,7 @@ from swiftlite.plan.preference import reference_layout
 from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches, Collated, run_batches
+from swiftlite.train.batches.micro_batches import Batches, Collated
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.methods.conversations import image_extras_of
 from swiftlite.train.methods.frozen import with_same_images

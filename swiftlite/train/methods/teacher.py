@@ -14,13 +14,12 @@ from swiftlite.base.errors import UserError
 from swiftlite.data.batch import Batch
 from swiftlite.data.template import load_tokenizer
 from swiftlite.families.resolved import HfModel
-from swiftlite.model.forward import forward
+from swiftlite.model.forward import forward, run_batches
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.chunked_loss import TeacherTarget
 from swiftlite.plan.layout import ParallelLayout
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import run_batches
 from swiftlite.train.methods.frozen import open_frozen
 from swiftlite.train.phases import Run
 

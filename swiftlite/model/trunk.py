@@ -1,6 +1,15 @@
-"""Compute the output of a frozen trunk that is larger than the memory, one decoder layer at a time (`--stream_trunk`).
+"""Compute the output of the trunk, which the heads and their losses read: one interface, `TrunkSource`.
 
-All micro-batches of a group pass through a layer, while a thread reads the next layer from the files:
+    source               decoder layers              output of a micro-batch
+    `ComputedTrunk`      in the model                computed by the step, together with the heads
+    `StreamedTrunk`      in files                    computed before the first step, for the cache
+    `HiddenStateCache`   those of another source     read from a file (`train/hidden_state_cache.py`)
+
+A frozen trunk is a `ComputedTrunk` whose model computes no gradients (`ModelSettings.freeze_trunk`). A quantized trunk
+is decoded when it is loaded, and differs only in exports (`plan/trunk.py`).
+
+A streamed trunk (`--stream_trunk`) is larger than the memory. All micro-batches of a group pass through a layer, while
+a thread reads the next layer from the files:
 
     layer in use   1             2             3
     computes       1 for all     2 for all     3 for all     micro-batches of the group
@@ -14,20 +23,26 @@ Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hid
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.bridge.binding import Binding
 from swiftlite.bridge.layers import DecoderLayers
 from swiftlite.data.batch import Batch
 from swiftlite.families.resolved import HfModel
+from swiftlite.model.forward import forward, on_this_rank, run_batches
 from swiftlite.model.gpt import GPTModel, TrunkOutput
-from swiftlite.model.inputs import ModelInputs
+from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.streamed import StreamedBlock
+from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.ranks import all_reduce_max
+from swiftlite.plan.trunk import Trunk
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 
@@ -51,6 +66,117 @@ class StreamedOutput:
     last_input_SBH: torch.Tensor | None
 
 
+class TrunkObserver(Protocol):
+    """Receives what `TrunkLayers.run_unlabeled` computes."""
+
+    def begin(self, batch: Batch) -> None:
+        """Receive a micro-batch before its heads are computed: the part on this rank, on the device."""
+        ...
+
+    def see_last_input(self, hidden_SBH: torch.Tensor) -> None:
+        """Receive the input of the trunk's last decoder layer for this micro-batch."""
+        ...
+
+
+class TrunkSource(Protocol):
+    """Returns the output of the trunk in a training step."""
+
+    def output(self, model: nn.Module, batch: Batch) -> TrunkOutput | None:
+        """Return the argument `trunk` of `GPTModel.forward` for a micro-batch; None: the forward pass computes the
+        trunk. Collective.
+
+        Raises:
+            UserError: the output cannot be computed or read.
+        """
+        ...
+
+
+class TrunkLayers(TrunkSource, Protocol):
+    """A source that runs the decoder layers, also before the first step."""
+
+    def outputs_before_steps(self, batches: Iterable[Batch]) -> Iterator[StreamedOutput]:
+        """Yield the outputs for the micro-batches if steps cannot compute them, otherwise nothing. Collective.
+
+        Args:
+            batches: the part of each micro-batch on this rank, on the device (`on_this_rank`); the same number on all
+                ranks.
+        """
+        ...
+
+    def run_unlabeled(
+        self, chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], observers: Sequence[TrunkObserver]
+    ) -> None:
+        """Run micro-batches through trunk and heads without labels, so that no logits are computed. Collective.
+
+        Args:
+            chunks: the stages of the model on this rank. The last decoder layer and all heads must be on one stage.
+            batches: this rank's micro-batches, the same number on every data-parallel rank.
+            observers: see the micro-batches, if the heads are on this rank.
+        """
+        ...
+
+    def hashes(self, hash_tensor: HashTensor) -> dict[str, str]:
+        """Return the hash of each parameter of decoder layers that the model lacks, by its name in a model that has all
+        layers.
+        """
+        ...
+
+
+class ComputedTrunk:
+    """A trunk whose decoder layers are in the model."""
+
+    def output(self, model: nn.Module, batch: Batch) -> None:
+        """Return None: the forward pass computes the trunk."""
+
+    def outputs_before_steps(self, batches: Iterable[Batch]) -> Iterator[StreamedOutput]:
+        """Yield nothing: steps compute the outputs."""
+        return iter(())
+
+    def run_unlabeled(
+        self, chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], observers: Sequence[TrunkObserver]
+    ) -> None:
+        """Run micro-batches through the model."""
+
+        def see_input(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            for observer in observers:
+                observer.see_last_input(kwargs["hidden_states"])
+
+        def forward_step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Any, Callable]:
+            batch = _without_labels(next(batches))
+            for observer in observers:
+                observer.begin(batch)
+            output = forward(chunk, batch)
+            return output, lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
+
+        last_layers: list[Any] = [chunk.decoder.layers[-1] for chunk in chunks if chunk.mtp_process]
+        hooks = [layer.register_forward_pre_hook(see_input, with_kwargs=True) for layer in last_layers]
+        run_batches(chunks, mesh, batches, forward_step, forward_only=True)
+        for hook in hooks:
+            hook.remove()
+
+    def hashes(self, hash_tensor: HashTensor) -> dict[str, str]:
+        """Return nothing: the model has all layers."""
+        return {}
+
+
+COMPUTED = ComputedTrunk()
+
+
+def open_trunk(trunk: Trunk, chunks: Sequence[GPTModel], hf_model: HfModel, mesh: Mesh) -> TrunkLayers:
+    """Return the source that runs the decoder layers of a model.
+
+    Args:
+        hf_model: the directory that has the decoder layers, if the model has none.
+    """
+    if trunk.holds_layers:
+        return COMPUTED
+    return StreamedTrunk(chunks[0], hf_model, mesh, trunk)
+
+
+def _without_labels(batch: Batch) -> Batch:
+    return replace(batch, labels_KBS=torch.full_like(batch.labels_KBS, IGNORE_INDEX))
+
+
 class _Progress:
     """Logs how many layers are done, at most every PROGRESS_SECONDS."""
 
@@ -71,23 +197,23 @@ class _Progress:
 
 
 class StreamedTrunk:
-    """Computes the trunk of a model that was built with `streams_trunk`.
+    """Computes the trunk of a model without decoder layers.
 
     Args:
-        model: the model without decoder layers.
+        model: the model.
         hf_model: the directory that has the layers.
         mesh: the ranks of the model; all of them call the same methods in the same order.
-        group_bytes: maximum size of the hidden states that wait between two layers, on each rank.
+        trunk: the cache of the outputs, and the size of the hidden states that wait between two layers, on each rank.
     """
 
-    def __init__(self, model: GPTModel, hf_model: HfModel, mesh: Mesh, group_bytes: int):
+    def __init__(self, model: GPTModel, hf_model: HfModel, mesh: Mesh, trunk: Trunk):
         assert isinstance(model.decoder, StreamedBlock)
         tower = hf_model.family.tower(hf_model.config)
         assert tower is None or not tower.num_deepstack  # layers are computed without the tower's outputs
         self._model, self._block = model, model.decoder
         self._hf_model = hf_model
         self._mesh = mesh
-        self._group_bytes = group_bytes
+        self._trunk = trunk
         self._progress = _Progress(self.num_layers)
 
     @property
@@ -95,14 +221,40 @@ class StreamedTrunk:
         """Number of decoder layers."""
         return len(self._block.layer_specs)
 
-    def outputs(self, batches: Iterable[Batch], *, with_last_input: bool = False) -> Iterator[StreamedOutput]:
+    def output(self, model: nn.Module, batch: Batch) -> None:
+        """Refuse to read all layers for one micro-batch.
+
+        Raises:
+            UserError: the cache lacks the output.
+        """
+        assert self._trunk.cache is not None
+        problem = f"--cache_trunk_states: {Path(self._trunk.cache)} lacks files"
+        raise UserError(problem, "use --resume, which computes them again")
+
+    def outputs_before_steps(self, batches: Iterable[Batch]) -> Iterator[StreamedOutput]:
+        """Yield the outputs for all micro-batches."""
+        return self._outputs(batches, with_last_input=False)
+
+    def run_unlabeled(
+        self, chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], observers: Sequence[TrunkObserver]
+    ) -> None:
+        """Run micro-batches through the layers, and their outputs through the heads."""
+        unlabeled = map(_without_labels, on_this_rank(batches, mesh))
+        for streamed in self._outputs(unlabeled, with_last_input=True):
+            assert streamed.last_input_SBH is not None
+            last_input_SBH = self._on_device(streamed.last_input_SBH)
+            for observer in observers:
+                observer.begin(streamed.batch)
+                observer.see_last_input(last_input_SBH)
+            chunks[0](ModelInputs.of(streamed.batch), Target.of(streamed.batch), streamed.output)
+
+    def _outputs(self, batches: Iterable[Batch], *, with_last_input: bool) -> Iterator[StreamedOutput]:
         """Yield the trunk's output for each micro-batch, in order; collective.
 
         The result is bitwise identical to `GPTModel.trunk_output`.
 
         Args:
-            batches: the part of each micro-batch on this rank, on the device (`on_this_rank`); the same number on all
-                ranks.
+            batches: as for `TrunkLayers.outputs_before_steps`.
             with_last_input: whether to return the input of the last decoder layer as well.
 
         Raises:
@@ -112,7 +264,7 @@ class StreamedTrunk:
             yield from self._group_outputs(group, with_last_input)
 
     def _groups(self, batches: Iterable[Batch], num_states: int) -> Iterator[list[Batch]]:
-        """Split micro-batches into groups whose hidden states fit into `group_bytes`; each has at least one.
+        """Split micro-batches into groups whose hidden states fit into `waiting_gb`; each has at least one.
 
         Ranks may have rows of different lengths, but all ranks must run the layers together.
 
@@ -120,12 +272,13 @@ class StreamedTrunk:
             num_states: number of states that are kept for each micro-batch.
         """
         state_bytes = num_states * self._model.config.hidden_size * next(self._model.parameters()).element_size()
+        group_bytes = int(self._trunk.waiting_gb * 1e9)
         group: list[Batch] = []
         num_bytes = 0
         for batch in batches:
             num_states_kept = batch.position_ids_BS.numel() + batch.num_items  # outputs of a tower are kept, too
             more = all_reduce_max(num_states_kept, self._mesh) * state_bytes
-            if group and num_bytes + more > self._group_bytes:
+            if group and num_bytes + more > group_bytes:
                 yield group
                 group, num_bytes = [], 0
             group.append(batch)
