@@ -5,8 +5,9 @@ from pathlib import Path
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.families import FAMILIES
+from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.serving.index import CONVENTIONS
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
@@ -20,6 +21,8 @@ from swiftlite.plan.heads import (
 )
 from swiftlite.plan.layout import choices, layout_of
 from swiftlite.rules import common
+
+_FROM_LAST_LAYER = ("copy_last_layer", "fit_last_layer")
 
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -76,6 +79,18 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
             f"--mtp_init fit_last_layer requires inputs of the last decoder layer on training rows, but {why}",
             "use --mtp_init copy_last_layer, which copies the layer without a fit",
         )
+
+
+def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    kind = facts.heads.kind
+    if kind == MTP:
+        return
+    declared = f"config.json declares the drafter {kind!r}"
+    if kind in DRAFTERS and not DRAFTERS[kind].has_decoder_layer and args.mtp_init in _FROM_LAST_LAYER:
+        problem = f"--mtp_init {args.mtp_init} copies a decoder layer, which the drafter {kind!r} does not contain"
+        yield problem, "use --mtp_init random"
+    if args.draft_for:
+        yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, but {declared}", "remove it"
 
 
 def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]:
