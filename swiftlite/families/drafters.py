@@ -50,7 +50,6 @@ class Drafter:
         config: returns further keys of config.json for a number of layers.
         drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None. The argument is the
             family.
-        has_decoder_layer: whether a layer contains a decoder layer, which new layers can copy from the trunk.
     """
 
     rows: Callable[["Family", HfConfig, int], list[Row]]
@@ -58,7 +57,6 @@ class Drafter:
     copies: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
     config: Callable[["Family", HfConfig, int], dict[str, Any]] = no_config
     drafting: Callable[["Family"], Drafting] = state_after_norm
-    has_decoder_layer: bool = False
 
 
 def _rows_of_head(family: "Family", hf_config: HfConfig, head: int) -> list[Row]:
@@ -74,7 +72,6 @@ DRAFTERS: dict[str, Drafter] = {
         copies=lambda family, hf_config, head: family.mtp.copies(hf_config, head),
         config=lambda family, hf_config, heads: family.mtp.config(hf_config, heads),
         drafting=lambda family: family.mtp.drafting,
-        has_decoder_layer=True,
     ),
 }
 

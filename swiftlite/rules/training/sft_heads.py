@@ -7,7 +7,6 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.families import FAMILIES
-from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.serving.index import CONVENTIONS
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
@@ -21,8 +20,6 @@ from swiftlite.plan.heads import (
 )
 from swiftlite.plan.layout import choices, layout_of
 from swiftlite.rules import common
-
-_FROM_LAST_LAYER = ("copy_last_layer", "fit_last_layer")
 
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -86,9 +83,8 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
     if kind == MTP:
         return
     declared = f"config.json declares the drafter {kind!r}"
-    if kind in DRAFTERS and not DRAFTERS[kind].has_decoder_layer and args.mtp_init in _FROM_LAST_LAYER:
-        problem = f"--mtp_init {args.mtp_init} copies a decoder layer, which the drafter {kind!r} does not contain"
-        yield problem, "use --mtp_init random"
+    if args.mtp_init in ("copy_last_layer", "fit_last_layer"):
+        yield f"--mtp_init {args.mtp_init} initializes MTP heads, but {declared}", "use --mtp_init random"
     if args.draft_for:
         yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, but {declared}", "remove it"
 
