@@ -1,7 +1,8 @@
 """Describe the MTP heads of a model as one value: their number of layers, and the number and ids of the tokens that
 they draft.
 
-The plan, the model, a run's report, an export's config.json and the flags of an engine use this value.
+The plan, the model, a run's report, an export's config.json and the flags of an engine use this value. A model can have
+another kind of drafter instead of MTP heads (`families/drafters.py`), which has the same value.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,14 @@ DRAFT_VOCAB_KEY = "mtp_draft_vocab"
 DRAFTING_KEY = "mtp_drafting"
 """Key of an export's config.json for the inputs of its heads, if --draft_for was used. No engine reads it."""
 
-KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY)
+DRAFTER_KEY = "drafter"
+"""Key of an export's config.json for a drafter other than MTP heads: an object with the drafter's `kind`, its number of
+`layers`, and settings of the kind. The number has another key than that of MTP layers, from which engines would load
+MTP heads."""
+MTP = "mtp"
+"""The kind of drafter of a config.json without DRAFTER_KEY: MTP heads."""
+
+KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY, DRAFTER_KEY)
 """All keys of a config.json that describe heads only."""
 
 
@@ -35,9 +43,17 @@ def depth_key(hf_config: Mapping[str, Any]) -> str:
     return DEPTH_KEY
 
 
+def kind_of(hf_config: Mapping[str, Any]) -> str:
+    """Return the kind of drafter that a config.json declares."""
+    declared = hf_config.get(DRAFTER_KEY)
+    if not isinstance(declared, dict):
+        return MTP
+    return str(declared.get("kind"))
+
+
 @dataclass(frozen=True)
 class Heads:
-    """The MTP heads that a checkpoint declares or a run trains.
+    """The MTP heads that a checkpoint declares or a run trains, or another drafter.
 
     Attributes:
         layers: number of MTP layers, each with separate weights; 0 for a model without heads.
@@ -45,6 +61,8 @@ class Heads:
         beta: loss weight of each draft token relative to the previous one, for an unrolled layer.
         draft_vocab: ids of the tokens that heads can draft, ascending; empty for the whole vocabulary.
         drafting: inputs of the heads; None means the inputs that vLLM passes to heads of the family.
+        kind: kind of drafter (`families/drafters.py`). A layer of another kind than MTP heads is a numbered part of it,
+            and `unroll` the number of tokens that the part drafts.
     """
 
     layers: int = 0
@@ -52,12 +70,15 @@ class Heads:
     beta: float = 1.0
     draft_vocab: tuple[int, ...] = field(default=(), repr=False)
     drafting: Drafting | None = None
+    kind: str = MTP
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
         """Return the heads that a config.json declares; none if the key is missing or its value is not a number."""
-        declared: dict[str, Any] = {}
+        declared: dict[str, Any] = {"kind": kind_of(hf_config)}
         layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
+        if declared["kind"] != MTP:
+            layers = hf_config[DRAFTER_KEY].get("layers")
         drafted, drafting = hf_config.get(DRAFT_VOCAB_KEY), hf_config.get(DRAFTING_KEY)
         if isinstance(layers, int):
             declared["layers"] = layers
@@ -90,13 +111,26 @@ class Heads:
         The change always includes the number of layers, because some config.json files do not declare this number.
         """
         declared = Heads.from_config(hf_config)
-        change: dict[str, Any] = {}
-        if self.layers or declared.layers:
-            change[depth_key(hf_config)] = self.layers
+        change = self._change_of_layers(hf_config, declared)
         if declared.unroll != self.unroll:
             change[UNROLL_KEY] = self.unroll
         if declared.draft_vocab != self.draft_vocab:
             change[DRAFT_VOCAB_KEY] = draft_vocab.to_text(self.draft_vocab)
         if declared.drafting != self.drafting:
             change[DRAFTING_KEY] = self.drafting and self.drafting.to_json()
+        return change
+
+    def _change_of_layers(self, hf_config: Mapping[str, Any], declared: "Heads") -> dict[str, Any]:
+        """Return the change of a config.json that makes it declare the kind and the number of layers."""
+        key, change = depth_key(hf_config), dict[str, Any]()
+        if self.kind == MTP:
+            if self.layers or declared.layers:
+                change[key] = self.layers
+            if declared.kind != MTP:
+                change[DRAFTER_KEY] = None
+            return change
+        if hf_config.get(key):
+            change[key] = 0
+        settings = hf_config.get(DRAFTER_KEY) or {}
+        change[DRAFTER_KEY] = {**settings, "kind": self.kind, "layers": self.layers}
         return change

@@ -7,6 +7,7 @@ still correct, but acceptance drops.
 from pathlib import Path
 
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.base.log import logger
 from swiftlite.bridge.audit import mtp_keys
 from swiftlite.bridge.binding import compare_shapes
@@ -49,6 +50,11 @@ def require_heads(model: HfModel) -> None:
             f"--speculative mtp requires MTP heads, but {model.directory / 'config.json'} declares none",
             "train heads (swiftlite megatron sft --mtp_num_layers 1 ...), or remove --speculative",
         )
+    if model.heads.kind != MTP:
+        raise UserError(
+            f"{model.directory / 'config.json'} declares the drafter {model.heads.kind!r}, with which no engine drafts",
+            "use --speculative none, or export with --mtp strip",
+        )
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         found = {key: entry.shape for key, entry in checkpoint.entries.items()}
     wanted: dict[str, Shape] = {}
@@ -56,7 +62,7 @@ def require_heads(model: HfModel) -> None:
     for head in range(model.heads.layers):
         for row in model.family.head_rows(model.config, head):
             wanted.update(row.hf)
-        copies.update(model.family.mtp.copies(model.config, head))
+        copies.update(model.family.copies(model.config, head))
     found_in_heads = {key: found[key] for key in mtp_keys(found, model.family, model.config)}
     problems = compare_shapes(wanted, found_in_heads, copies)
     if problems:
@@ -69,7 +75,7 @@ def require_heads(model: HfModel) -> None:
 
 def fed_otherwise(model: HfModel, info: EngineInfo) -> str:
     """Return a description of the inputs of heads that differ between the engine and training; empty if none differ."""
-    trained = model.family.mtp.drafting_of(model.heads)
+    trained = model.family.drafting_of(model.heads)
     difference = trained.difference(info.convention_for(model.family).drafting)
     if not difference or not model.heads.layers:
         return ""

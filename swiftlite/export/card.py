@@ -13,7 +13,7 @@ import yaml
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, describe, read_acceptance
 from swiftlite.args.data_file import split_sample
 from swiftlite.base.errors import clip
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.engines.quantization import quantization_of, quantization_words
 from swiftlite.export.provenance import Provenance
 from swiftlite.families.resolved import HfModel
@@ -78,7 +78,7 @@ def _front_matter(provenance: Provenance, heads: Heads, gguf_file: str) -> str:
     if datasets:
         fields["datasets"] = sorted(set(datasets))
     fields["tags"] = ["swiftlite"]
-    if heads.layers:
+    if heads.layers and heads.kind == MTP:
         fields["tags"] += ["multi-token-prediction", "speculative-decoding"]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
 
@@ -92,7 +92,9 @@ def _what_it_is(provenance: Provenance, heads: Heads) -> str:
     if provenance.heads_only:
         steps += ", only the heads; the trunk is unchanged"
     lines.append(steps)
-    if heads.layers:
+    if heads.layers and heads.kind != MTP:
+        lines.append(f"- Drafter: {heads.kind}, draft tokens per step: {heads.drafts}")
+    elif heads.layers:
         lines.append(f"- Multi-Token Prediction heads: depth {heads.layers}, draft tokens per step: {heads.drafts}")
     else:
         lines.append("- Multi-Token Prediction heads: none")
@@ -178,7 +180,7 @@ def _acceptance(run: Path, is_before: bool) -> list[str]:
 
 
 def _serving(repository: str, heads: Heads) -> list[str]:
-    if not heads.layers:
+    if not heads.layers or heads.kind != MTP:
         return ["## Serving", "", f"    vllm serve {repository}"]
     config = json.dumps({"method": "mtp", "num_speculative_tokens": heads.drafts})
     steps = f"--speculative-num-steps {heads.drafts} --speculative-num-draft-tokens {heads.drafts + 1}"

@@ -7,9 +7,10 @@ from typing import Any
 
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads
-from swiftlite.bridge.rows import HfConfig, Row, lift
+from swiftlite.base.heads import MTP, Heads, kind_of
+from swiftlite.bridge.rows import HfConfig, Row
 from swiftlite.families.architecture import Architecture, Outside
+from swiftlite.families.drafters import DRAFTERS, Drafter
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving.convention import Serving
 from swiftlite.families.tower import Tower
@@ -51,12 +52,6 @@ class MtpLayout:
     copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
     drafting: Drafting = Drafting()
     config: Callable[[HfConfig, int], dict[str, Any]] = no_config
-
-    def drafting_of(self, heads: Heads) -> Drafting:
-        """Return the inputs of these heads."""
-        if heads.drafting is None:
-            return self.drafting
-        return heads.drafting
 
 
 @dataclass(frozen=True)
@@ -131,11 +126,23 @@ class Family:
         """Return the bridge rows of the decoder layer in an MTP head, with names relative to the layer."""
         return self.architecture(hf_config).mtp_block.rows()
 
+    def drafter(self, hf_config: HfConfig) -> Drafter:
+        """Return the kind of drafter that config.json declares: MTP heads, unless it declares another one."""
+        return DRAFTERS[kind_of(hf_config)]
+
+    def drafting_of(self, heads: Heads) -> Drafting:
+        """Return the inputs of these heads."""
+        if heads.drafting is None:
+            return DRAFTERS[heads.kind].drafting(self)
+        return heads.drafting
+
     def head_rows(self, hf_config: HfConfig, head: int) -> list[Row]:
-        """Return the bridge rows of one MTP head: decoder layer, projection and norms."""
-        prefix = f"mtp.layers.{head}.transformer_layer."
-        block = lift(self.block_rows(hf_config), prefix, self.mtp.block(hf_config, head))
-        return self.mtp.frame_rows(hf_config, head) + block
+        """Return the bridge rows of one MTP head, or of one layer of another drafter."""
+        return self.drafter(hf_config).rows(self, hf_config, head)
+
+    def copies(self, hf_config: HfConfig, head: int) -> dict[str, str]:
+        """Return the HF keys of a head that copy a tensor of the trunk, each with the trunk's key."""
+        return self.drafter(hf_config).copies(self, hf_config, head)
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int | None = None) -> list[Row]:
         """Return the bridge rows of the whole model with `mtp_num_layers` MTP layers (default: the number in
@@ -146,7 +153,7 @@ class Family:
         heads = range(mtp_num_layers)
         copies: dict[str, list[str]] = {}
         for head in heads:
-            for copy, original in self.mtp.copies(hf_config, head).items():
+            for copy, original in self.copies(hf_config, head).items():
                 copies.setdefault(original, []).append(copy)
         rows = self.trunk_rows(hf_config)
         if copies:
@@ -157,15 +164,23 @@ class Family:
 
     def config_with(self, hf_config: HfConfig, heads: Heads) -> dict[str, Any]:
         """Return the change of a config.json that makes it declare these heads."""
-        return heads.config_change(hf_config) | self.mtp.config(hf_config, heads.layers)
+        return heads.config_change(hf_config) | DRAFTERS[heads.kind].config(self, hf_config, heads.layers)
 
     def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
-        """Return the number (from 0) of the MTP head that an HF key belongs to; None for keys of the trunk."""
-        return self.mtp.head_of(hf_config, hf_key)
+        """Return the number (from 0) of the head, or layer of another drafter, that an HF key belongs to; None for
+        other keys.
+        """
+        return self.drafter(hf_config).layer_of(self, hf_config, hf_key)
 
     def is_mtp(self, hf_config: HfConfig, hf_key: str) -> bool:
-        """Return whether an HF key belongs to an MTP head."""
-        return self.head_of(hf_config, hf_key) is not None
+        """Return whether an HF key belongs to an MTP head or another drafter.
+
+        If config.json declares another drafter, it replaces the MTP heads whose tensors are in the files.
+        """
+        head = self.head_of(hf_config, hf_key)
+        if head is None and kind_of(hf_config) != MTP:
+            head = self.mtp.head_of(hf_config, hf_key)
+        return head is not None
 
     def is_carried(self, hf_key: str) -> bool:
         """Return whether an HF tensor is not part of the language model.

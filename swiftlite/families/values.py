@@ -8,6 +8,7 @@ from typing import Any
 
 from swiftlite.base.errors import clip
 from swiftlite.base.heads import DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY
+from swiftlite.families.drafters import drafter_problems
 
 # Bounds of integers: the maximum is about ten times the largest value of any published model. A larger value is an
 # error: a list of 1e9 layers, or an embedding of 1e9 tokens, would use all memory before it is reported.
@@ -162,7 +163,7 @@ def value_problems(hf_config: Mapping[str, Any], by_layer: Mapping[str, tuple[fl
             problems += [f"{key}: {problem}" for problem in _number_problems(value, {})]
         elif value is not None:
             problems.append(f"{key} {_shown(value)} is not an object")
-    return problems
+    return problems + drafter_problems(hf_config)
 
 
 def rope_problems(settings: Mapping[str, Any]) -> list[str]:

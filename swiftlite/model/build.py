@@ -14,10 +14,11 @@ from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.mlp import CLAMPED_SWIGLU
 from swiftlite.model.attention.mla import MLATransformerConfig
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
+from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.layers.kernels import Modules, modules_of
+from swiftlite.model.layers.kernels import modules_of
 from swiftlite.model.settings import ModelSettings, Stage
-from swiftlite.model.specs import TOWERS, decoder_spec, mtp_spec
+from swiftlite.model.specs import TOWERS, decoder_spec, drafter_spec
 from swiftlite.model.tower import SentOutputs
 from swiftlite.plan.kernels import Kernels, automatic, largest_head
 from swiftlite.plan.layout import (
@@ -165,7 +166,7 @@ def build_model(
 
     Args:
         architecture: from `Family.architecture`.
-        hf_config: config.json, for the rotary frequencies.
+        hf_config: config.json, for the rotary frequencies and the settings of a drafter.
         mesh: the model's ranks and layout; it does not have to be the active mesh.
         kernels: kernels of the layers; default: the automatic choice for the device.
         settings: fields of `ModelSettings`.
@@ -184,6 +185,7 @@ def build_model(
         raise OptionError(problems)
     mcore_config = architecture.mcore_config()
     modules = modules_of(kernels, norms_round_last=architecture.outside.rounds_last)
+    drafter = DrafterParts(hf_config, architecture, used.heads, used.drafting, modules)
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
         # A separate config for each stage, because megatron-core's schedules write to it.
@@ -200,7 +202,7 @@ def build_model(
         )
         rotary_pos_emb = _rotary_embedding(architecture, mcore_config.get("hf_rope", hf_config), mesh, dtype)
         with mesh.active():
-            stage = _stage(config, architecture, mesh, vp_stage, used, modules)
+            stage = _stage(config, architecture, mesh, vp_stage, used, drafter)
             chunk = GPTModel(config, used, stage, architecture.outside, rotary_pos_emb, mesh.groups)
         chunks.append(chunk.to(mesh.device.torch_device))
     return chunks
@@ -233,7 +235,7 @@ def _stage(
     mesh: Mesh,
     vp_stage: int,
     settings: ModelSettings,
-    modules: Modules,
+    drafter: DrafterParts,
 ) -> Stage:
     """Return the part of the model on one virtual stage of this rank."""
     layout, heads, drafting = mesh.layout, settings.heads, settings.drafting
@@ -246,7 +248,7 @@ def _stage(
 
     mtp_block = None
     if is_last_virtual and pp_rank == mtp_pipeline_rank(layout):
-        mtp_block = mtp_spec(config, architecture, drafting, heads.unroll > 1, modules)
+        mtp_block = drafter_spec(drafter)
     tower, num_deepstack, sent_outputs = None, 0, SentOutputs()
     if architecture.tower is not None:
         num_deepstack = architecture.tower.num_deepstack
@@ -255,7 +257,7 @@ def _stage(
         if stage == 0:
             tower = TOWERS[type(architecture.tower)](architecture.tower, config)
     return Stage(
-        decoder=decoder_spec(config, layers, drafting, modules, num_deepstack > 0),
+        decoder=decoder_spec(config, layers, drafting, drafter.modules, num_deepstack > 0),
         mtp_block=mtp_block,
         tower=tower,
         sent_outputs=sent_outputs,

@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.families.architecture import Outside
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
@@ -41,6 +42,7 @@ from swiftlite.model.context_parallel import (
     sequence_lengths,
     zigzag_positions,
 )
+from swiftlite.model.drafter import DraftInputs
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.deepstack import Deepstack
 from swiftlite.model.layers.norm import SharedNorm
@@ -50,7 +52,6 @@ from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, VocabPa
 from swiftlite.model.loss.balance import RoutedTokens, routed_tokens
 from swiftlite.model.loss.chunked_loss import LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
 from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
-from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.stage_states import StageStates
 from swiftlite.model.tower import Placed, TowerInputs
@@ -134,7 +135,7 @@ class GPTModel(McoreGPTModel):
         self.is_teacher = settings.is_teacher
         self.embedding_multiplier = _embedding_multiplier(outside, config.params_dtype)
         self.logits_divisor = outside.logits_divisor
-        self.heads_have_output_layers = outside.heads_have_output_layers
+        self.heads_have_output_layers = outside.heads_have_output_layers and self.heads.kind == MTP
         self.rotary_pos_emb = rotary_pos_emb
         self.tower, self.sent_outputs = stage.tower, stage.sent_outputs
         block_class = TransformerBlock if settings.holds_layers else StreamedBlock
@@ -160,9 +161,10 @@ class GPTModel(McoreGPTModel):
             return
         final_norm: Any = self.decoder.final_layernorm
         for head in self.mtp.layers:
-            if isinstance(head.final_layernorm, SharedNorm):
-                head.final_layernorm.of = (final_norm,)  # in a tuple, so that it is not registered as a submodule
-                head.final_layernorm.is_detached = self.detached_heads
+            output_norm = getattr(head, "final_layernorm", None)  # only MTP heads have one
+            if isinstance(output_norm, SharedNorm):
+                output_norm.of = (final_norm,)  # in a tuple, so that it is not registered as a submodule
+                output_norm.is_detached = self.detached_heads
             if self.heads_have_output_layers:
                 head.output_layer = self._make_output_layer(is_of_trunk=False)
 
@@ -430,7 +432,7 @@ class GPTModel(McoreGPTModel):
         cache: Cache | None = None,
         placed: Sequence[Placed | None] | None = None,
     ) -> list[torch.Tensor]:
-        """Return the states [S, B, H] of each MTP depth after its output norm; depth k + 1 continues from depth k.
+        """Return the states [S, B, H] of each draft, which the layers of the drafter compute (`DrafterLayer`).
 
         Args:
             hidden_SBH: the trunk's states (`StageStates.head_input_SBH`).
@@ -442,61 +444,20 @@ class GPTModel(McoreGPTModel):
         """
         tokens = tokens or [None] * self.heads.drafts
         placed = placed or [None] * self.heads.drafts
-        if self.heads.unroll > 1:
-            return self._unrolled(
-                hidden_SBH, mtp_input_ids, position_ids, rotary_embs, packed_seq_params, tokens, cache, placed
-            )
-        states_SBH = []
-        depths = zip(self.mtp.layers, mtp_input_ids, rotary_embs, tokens, placed, strict=True)
-        for layer, input_ids, rotary_emb, tokens_of_depth, placed_of_depth in depths:
-            hidden_SBH = layer(
-                hidden_SBH,
-                self._embed_for_head(input_ids, position_ids, placed_of_depth),
-                attention_mask=cache,  # see `forward_decoder`
-                rotary_pos_emb=rotary_emb,
-                packed_seq_params=packed_seq_params,
-                padding_mask=tokens_of_depth,
-            )
-            after_norm_SBH = hidden_SBH
-            if self.drafting.chains_before_norm:
-                hidden_SBH, after_norm_SBH = hidden_SBH.chunk(2)  # of `norm_returning_input`
-            states_SBH.append(after_norm_SBH)
-        return states_SBH
 
-    def _unrolled(
-        self,
-        hidden_SBH: torch.Tensor,
-        mtp_input_ids: Sequence[torch.Tensor],
-        position_ids: torch.Tensor,
-        rotary_embs: Sequence[torch.Tensor],
-        packed_seq_params: PackedSeqParams | None,
-        tokens: Sequence[RoutedTokens | None],
-        cache: Cache | None,
-        placed: Sequence[Placed | None],
-    ) -> list[torch.Tensor]:
-        """Compute the result of `forward_mtp` with one layer that is unrolled over several steps."""
-        (layer,) = self.mtp.layers
-        assert isinstance(layer, UnrolledLayer)
-        # From position 0, step j is at position j - 1.
-        embeddings_SBH = [self._embed_for_head(mtp_input_ids[0], position_ids, placed[0])]
-        for input_ids, placed_of_step in zip(mtp_input_ids[1:], placed[1:], strict=True):
-            embeddings_SBH.append(self._detached(self._embed(input_ids, position_ids, placed_of_step)))
-        return layer.forward_steps(
-            hidden_SBH,
-            embeddings_SBH,
-            rotary_embs,
-            packed_seq_params,
-            tokens,
-            cache=cache,
-            recycles_before_norm=self.drafting.recycles_before_norm,
-        )
+        def embed(draft: int, *, zeroes_first: bool = False) -> torch.Tensor:
+            return self._embed_for_head(mtp_input_ids[draft], position_ids, placed[draft], zeroes_first)
+
+        layers: Any = self.mtp.layers
+        inputs = DraftInputs(hidden_SBH, embed, rotary_embs, packed_seq_params, tokens, cache, self.drafting)
+        return type(layers[0]).draft(layers, inputs)
 
     def _embed_for_head(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None, zeroes_first: bool
     ) -> torch.Tensor:
-        """Look up embeddings [S, B, H] for a head; zeros at position 0 if `Drafting.zeroes_first_embedding`."""
+        """Look up embeddings [S, B, H] for a head; with `zeroes_first`, zeros at position 0."""
         embeddings_SBH = self._detached(self._embed(input_ids, position_ids, placed))
-        if not self.drafting.zeroes_first_embedding:
+        if not zeroes_first:
             return embeddings_SBH
         is_first_SB1 = self._on_this_sequence_rank((position_ids == 0).T[..., None])
         return embeddings_SBH.masked_fill(is_first_SB1, 0)

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.draft_attention import Draft
+from swiftlite.model.drafter import DraftInputs
 from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.recompute import checkpoint
 from swiftlite.model.loss.balance import RoutedTokens
@@ -40,6 +41,26 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
     megatron-core's layer shifts token ids with `roll_tensor`, which with context parallelism sends one message per
     packed sequence. Here the whole row is shifted before it is split (`data/batch.py`).
     """
+
+    @classmethod
+    def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
+        """Return the states [S, B, H] of each depth after its output norm; depth k + 1 continues from depth k."""
+        hidden_SBH, states_SBH = inputs.hidden_SBH, []
+        depths = zip(layers, inputs.rotary_embs, inputs.tokens, strict=True)
+        for depth, (layer, rotary_emb, tokens) in enumerate(depths):
+            hidden_SBH = layer(
+                hidden_SBH,
+                inputs.embed(depth, zeroes_first=inputs.drafting.zeroes_first_embedding),
+                attention_mask=inputs.cache,  # see `GPTModel.forward_decoder`
+                rotary_pos_emb=rotary_emb,
+                packed_seq_params=inputs.packed_seq_params,
+                padding_mask=tokens,
+            )
+            after_norm_SBH = hidden_SBH
+            if inputs.drafting.chains_before_norm:
+                hidden_SBH, after_norm_SBH = hidden_SBH.chunk(2)  # of `norm_returning_input`
+            states_SBH.append(after_norm_SBH)
+        return states_SBH
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, decoder_input: torch.Tensor, **closure: Any
@@ -128,6 +149,23 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         config = copy.copy(config)
         config.recompute_modules = kept
         super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
+        """Return the states [S, B, H] of each step of the only layer."""
+        (layer,) = layers
+        # From position 0, step j is at position j - 1.
+        embeddings_SBH = [inputs.embed(0, zeroes_first=inputs.drafting.zeroes_first_embedding)]
+        embeddings_SBH += [inputs.embed(step) for step in range(1, len(inputs.rotary_embs))]
+        return layer.forward_steps(
+            inputs.hidden_SBH,
+            embeddings_SBH,
+            inputs.rotary_embs,
+            inputs.packed_seq_params,
+            inputs.tokens,
+            cache=inputs.cache,
+            recycles_before_norm=inputs.drafting.recycles_before_norm,
+        )
 
     def _postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Do nothing, because `forward_steps` applies the output norm. Some engines use the state before this norm for

@@ -60,7 +60,7 @@ class Stage:
 
     Attributes:
         decoder: the decoder layers of the stage and the norm after the last one.
-        mtp_block: the MTP layers; None on stages without them.
+        mtp_block: the layers of the drafter; None on stages without them.
         tower: maps `TowerInputs.items`, which are on the host, to one output per item, [I, H], on the stage of the
             embedding; None if the model has no tower.
         sent_outputs: outputs of the tower that the stage receives and sends.

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 
 from swiftlite.base.drafting import Drafting
-from swiftlite.families.architecture import Architecture
+from swiftlite.base.heads import MTP
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
@@ -38,6 +38,7 @@ from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
+from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
@@ -255,16 +256,8 @@ def decoder_spec(
     )
 
 
-def mtp_spec(
-    config: TransformerConfig,
-    architecture: Architecture,
-    drafting: Drafting,
-    is_unrolled: bool = False,
-    modules: Modules = LOCAL,
-) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the spec of `mtp_num_layers` heads; None without heads."""
-    if not config.mtp_num_layers:
-        return None
+def _mtp_layer(parts: DrafterParts) -> ModuleSpec:
+    is_unrolled, modules, drafting = parts.heads.unroll > 1, parts.modules, parts.drafting
     layer_class = MultiTokenPredictionLayer
     if is_unrolled:
         layer_class = UnrolledLayer
@@ -272,16 +265,28 @@ def mtp_spec(
     output_norm = ModuleSpec(module=modules.norm)
     if drafting.chains_before_norm and not is_unrolled:
         output_norm = ModuleSpec(module=modules.norm_returning_input)
-    if architecture.outside.heads_share_final_norm:
+    if parts.architecture.outside.heads_share_final_norm:
         output_norm = ModuleSpec(module=SharedNorm, params={"norm": modules.norm})
-    layer = ModuleSpec(
+    return ModuleSpec(
         module=layer_class,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=modules.norm,
             hnorm=modules.norm,
             eh_proj=modules.column,
             layer_norm=output_norm,
-            **{MTP_INNER_LAYER: decoder_layer_spec(architecture.mtp_block, modules)},
+            **{MTP_INNER_LAYER: decoder_layer_spec(parts.architecture.mtp_block, modules)},
         ),
     )
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
+
+
+# The layers of all kinds of drafters (`families/drafters.py`), which megatron-core's MTP block contains. The class of
+# layers other than MTP layers is a `DrafterLayer`.
+DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {MTP: _mtp_layer}
+
+
+def drafter_spec(parts: DrafterParts) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the spec of the drafter's layers; None without layers."""
+    if not parts.heads.layers:
+        return None
+    layer = DRAFTERS[parts.heads.kind](parts)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * parts.heads.layers)

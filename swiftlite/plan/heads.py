@@ -52,6 +52,7 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     heads = Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
     if not layers:
         return heads
+    heads = replace(heads, kind=checkpoint.kind)
     # `heads_for_engine` sets the inputs of --draft_for; the tokens of --draft_vocab are selected from the rows later.
     if args.draft_vocab is None:
         heads = replace(heads, draft_vocab=checkpoint.draft_vocab)

@@ -24,9 +24,10 @@ from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.model.build import build_config, build_model
+from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.experts import SequentialMLP
-from swiftlite.model.specs import decoder_spec, mtp_spec
+from swiftlite.model.specs import LOCAL, decoder_spec, drafter_spec
 from swiftlite.runtime import mesh as mesh_module
 from swiftlite.runtime.compat import MCORE_VERSION, MTP_INNER_LAYER
 from swiftlite.runtime.distributed import session
@@ -57,7 +58,7 @@ def stock_model(hf_dir: Path, mesh: Mesh, per_token: bool = True) -> Any:
     architecture = family.architecture(hf_config)
     config = build_config(architecture.mcore_config(), device=mesh.device, dtype=torch.float32, mtp_num_layers=1)
     config.calculate_per_token_loss = per_token
-    heads = mtp_spec(config, architecture, Drafting())
+    heads = drafter_spec(DrafterParts(hf_config, architecture, Heads(1), Drafting(), LOCAL))
     assert heads is not None
     decoder: Any = decoder_spec(config, architecture.layers, Drafting())
     for layer in decoder.layer_specs:

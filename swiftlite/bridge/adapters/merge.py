@@ -18,17 +18,10 @@ from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
 _SHARD_BYTES = 5_000_000_000
 
 
-class _Mtp(Protocol):
-    """The method of a family's `MtpLayout` that this module calls."""
-
-    def copies(self, hf_config: HfConfig, head: int, /) -> dict[str, str]:
-        """Return the HF keys of a head that repeat a tensor of the trunk, each with the trunk's key."""
-        ...
-
-
 class _Family(RowTable, Protocol):
-    @property
-    def mtp(self) -> _Mtp: ...
+    def copies(self, hf_config: HfConfig, head: int, /) -> dict[str, str]:
+        """Return the HF keys of a head that copy a tensor of the trunk, each with the trunk's key."""
+        ...
 
     def config_with(self, hf_config: HfConfig, heads: Heads, /) -> dict[str, Any]:
         """Return the change of a config.json that makes it declare these heads."""
@@ -54,7 +47,7 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
         copies: dict[str, str] = {}
         if adapter.heads:
             for head in range(heads.layers):
-                copies |= family.mtp.copies(hf_config, head)
+                copies |= family.copies(hf_config, head)
         origin = {key: key for key in checkpoint.entries if key not in dropped} | copies
         types = {key: (checkpoint.entries[of].dtype, checkpoint.entries[of].shape) for key, of in origin.items()}
         types |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in adapter.heads.items()}

@@ -74,7 +74,7 @@ class TransformersEngine:
         self._load_trunk(model)
         longest = self._decoder.config.get_text_config().max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
-        self._drafting = model.family.mtp.drafting_of(model.heads)
+        self._drafting = model.family.drafting_of(model.heads)
         self._heads = None
         if num_tokens:
             self._heads = load_heads(model, self._decoder)

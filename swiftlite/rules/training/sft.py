@@ -269,6 +269,7 @@ RULES = (
     sft_heads.mtp_options_have_heads,
     sft_heads.one_layer_is_unrolled,
     sft_heads.fit_has_something_to_fit_to,
+    sft_heads.options_apply_to_the_drafter,
     sft_heads.draft_vocab_can_be_learned,
     sft_lora.lora_options_have_adapters,
     sft_lora.target_modules_are_layers,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.families import FAMILIES
 from swiftlite.families.serving.index import CONVENTIONS
 from swiftlite.methods.index import method_of
@@ -79,6 +79,17 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
             f"--mtp_init fit_last_layer requires inputs of the last decoder layer on training rows, but {why}",
             "use --mtp_init copy_last_layer, which copies the layer without a fit",
         )
+
+
+def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    kind = facts.heads.kind
+    if kind == MTP:
+        return
+    declared = f"config.json declares the drafter {kind!r}"
+    if args.mtp_init in ("copy_last_layer", "fit_last_layer"):
+        yield f"--mtp_init {args.mtp_init} initializes MTP heads, but {declared}", "use --mtp_init random"
+    if args.draft_for:
+        yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, but {declared}", "remove it"
 
 
 def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]:

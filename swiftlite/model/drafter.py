@@ -1,0 +1,86 @@
+"""Define the interface of a drafter's layers: what they read, and the states that they return.
+
+Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.heads import Heads
+from swiftlite.families.architecture import Architecture
+from swiftlite.model.attention.cache import Cache
+from swiftlite.model.layers.kernels import Modules
+from swiftlite.model.loss.balance import RoutedTokens
+from swiftlite.runtime.compat import MTP_INNER_LAYER
+
+
+@dataclass(frozen=True)
+class DrafterParts:
+    """What the layers of a drafter are built from.
+
+    Attributes:
+        hf_config: content of config.json, with the settings of the drafter.
+        modules: the classes of layers for the kernels of the run.
+    """
+
+    hf_config: Mapping[str, Any]
+    architecture: Architecture
+    heads: Heads
+    drafting: Drafting
+    modules: Modules
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What a drafter reads, for a micro-batch in training or for new tokens of rows in decoding.
+
+    Attributes:
+        hidden_SBH: the trunk's states, before or after the final norm (`Drafting.takes_before_norm`).
+        embed: returns the embeddings [S, B, H] of the tokens that draft k (from 0) reads, which are k + 1 positions
+            later; with `zeroes_first=True`, zeros at position 0 of a sequence.
+        rotary_embs: for each draft, rotary embeddings (`GPTModel.rotary_emb`).
+        packed_seq_params: the sequences of a packed row.
+        tokens: for each draft, a description of the tokens for routers; None: routers do not count their load.
+        cache: in decoding, the KV cache of the rows; None in training.
+    """
+
+    hidden_SBH: torch.Tensor
+    embed: Callable[..., torch.Tensor]
+    rotary_embs: Sequence[torch.Tensor]
+    packed_seq_params: PackedSeqParams | None
+    tokens: Sequence[RoutedTokens | None]
+    cache: Cache | None
+    drafting: Drafting
+
+
+class DrafterLayer(MegatronModule, ABC):
+    """One of the layers of a drafter other than MTP heads, whose layers are megatron-core's and have the same `draft`.
+
+    Args:
+        layer_number: the number of the layer, from 1.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int):
+        super().__init__(config)
+        self.layer_number = layer_number
+        # megatron-core's schedules write the number of the micro-batch to the decoder layer of every layer in `mtp`
+        # (pipeline_parallel/schedules.py:215 of 0.16.1).
+        setattr(self, MTP_INNER_LAYER, SimpleNamespace())
+
+    @classmethod
+    @abstractmethod
+    def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
+        """Return the states [S, B, H] of all drafts, to which output layers are applied.
+
+        Args:
+            layers: all layers of the drafter, which are instances of this class.
+        """
