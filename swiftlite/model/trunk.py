@@ -47,6 +47,8 @@ from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 
 HashTensor = Callable[[torch.Tensor], str]
+KEPT_GB = 2.0
+"""Maximum memory on the host of each rank for the states of a `KeptTrunk`."""
 PROGRESS_SECONDS = 15
 """Minimum interval of progress messages in seconds."""
 
@@ -162,6 +164,80 @@ class ComputedTrunk:
 COMPUTED = ComputedTrunk()
 
 
+class KeptTrunk:
+    """Runs the decoder layers of another source once, and keeps the states that heads and their fits read.
+
+    The states of the trunk do not depend on the heads, so heads can be run again without the layers. The results are
+    bitwise identical.
+
+    Args:
+        source: runs the decoder layers, which are in the model and on one stage.
+    """
+
+    def __init__(self, source: TrunkLayers):
+        self._source = source
+        self._kept: list[tuple[Batch, torch.Tensor, torch.Tensor]] = []
+
+    @staticmethod
+    def supports(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], trunk: TrunkLayers) -> bool:
+        """Return whether the states of all micro-batches can be kept: at most KEPT_GB of memory on the host."""
+        if trunk is not COMPUTED or len(chunks) > 1 or mesh.pp.size() > 1 or chunks[0].tower is not None:
+            return False
+        num_positions = sum(batch.position_ids_BS.numel() for batch in batches)
+        state_bytes = chunks[0].config.hidden_size * next(chunks[0].parameters()).element_size()
+        return all_reduce_max(2 * num_positions * state_bytes, mesh) <= KEPT_GB * 1e9
+
+    def run_unlabeled(
+        self, chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], observers: Sequence[TrunkObserver]
+    ) -> None:
+        """Run micro-batches, each time the same ones, through trunk and heads; after the first time only through the
+        heads.
+        """
+        (model,) = chunks
+        if not self._kept:
+            keeper = _Keeper(model)
+            self._source.run_unlabeled(chunks, mesh, batches, [*observers, keeper])
+            self._kept = keeper.finish()
+            return
+        for batch, last_input_SBH, hidden_SBH in self._kept:
+            device = mesh.device.torch_device
+            output = model.streamed_output(on_device(hidden_SBH, device), batch.labels_KBS[0])
+            _run_heads(model, StreamedOutput(batch, output, on_device(last_input_SBH, device)), observers)
+
+
+class _Keeper:
+    """Keeps each micro-batch, the input of the last decoder layer, and the input of the final norm."""
+
+    def __init__(self, model: GPTModel):
+        self._batches: list[Batch] = []
+        self._last_inputs_SBH: list[torch.Tensor] = []
+        self._outputs_SBH: list[torch.Tensor] = []
+        final_norm: Any = model.decoder.final_layernorm
+        self._hook = final_norm.register_forward_pre_hook(self._see_output)
+
+    def begin(self, batch: Batch) -> None:
+        self._batches.append(batch)
+
+    def see_last_input(self, hidden_SBH: torch.Tensor) -> None:
+        self._last_inputs_SBH.append(hidden_SBH.cpu())
+
+    def _see_output(self, norm: nn.Module, args: tuple) -> None:
+        self._outputs_SBH.append(args[0].cpu())
+
+    def finish(self) -> list[tuple[Batch, torch.Tensor, torch.Tensor]]:
+        """Return what was kept, by micro-batch."""
+        self._hook.remove()
+        return list(zip(self._batches, self._last_inputs_SBH, self._outputs_SBH, strict=True))
+
+
+def _run_heads(model: GPTModel, streamed: StreamedOutput, observers: Sequence[TrunkObserver]) -> None:
+    assert streamed.last_input_SBH is not None
+    for observer in observers:
+        observer.begin(streamed.batch)
+        observer.see_last_input(streamed.last_input_SBH)
+    model(ModelInputs.of(streamed.batch), Target.of(streamed.batch), streamed.output)
+
+
 def open_trunk(trunk: Trunk, chunks: Sequence[GPTModel], hf_model: HfModel, mesh: Mesh) -> TrunkLayers:
     """Return the source that runs the decoder layers of a model.
 
@@ -243,10 +319,7 @@ class StreamedTrunk:
         for streamed in self._outputs(unlabeled, with_last_input=True):
             assert streamed.last_input_SBH is not None
             last_input_SBH = self._on_device(streamed.last_input_SBH)
-            for observer in observers:
-                observer.begin(streamed.batch)
-                observer.see_last_input(last_input_SBH)
-            chunks[0](ModelInputs.of(streamed.batch), Target.of(streamed.batch), streamed.output)
+            _run_heads(chunks[0], replace(streamed, last_input_SBH=last_input_SBH), observers)
 
     def _outputs(self, batches: Iterable[Batch], *, with_last_input: bool) -> Iterator[StreamedOutput]:
         """Yield the trunk's output for each micro-batch, in order; collective.

@@ -17,6 +17,7 @@ from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.families.layer import Layer
 from swiftlite.families.resolved import HfModel, resolve
+from swiftlite.model import trunk
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
@@ -229,6 +230,26 @@ def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
     change = change - reference.copied_HF
     expected = reference.mlp.solution() / hf_model.config["residual_multiplier"]
     np.testing.assert_allclose(change, expected, atol=1e-5)
+
+
+def test_kept_states_change_no_bit(tmp_path, mesh, monkeypatch):
+    """The first fit runs the trunk; the others use its states, unless these are larger than KEPT_GB."""
+    hf_model = resolve(make_tiny_hf(tmp_path / "hf", "llama", depth=0))
+    samples = [make_sample(row, np.ones(len(row))) for row in make_rows()]
+    batches = [collate(samples[start : start + 8], 0, num_drafts=2) for start in (0, 8, 16)]
+    fitted, runs = [], []
+    for kept_gb in (trunk.KEPT_GB, 0.0):
+        monkeypatch.setattr(trunk, "KEPT_GB", kept_gb)
+        (model,) = chunks = open_model(
+            hf_model, mesh, dtype=torch.float32, heads=Heads(DEPTH), mtp_init="fit_last_layer"
+        )[0]
+        model.decoder.layers[0].register_forward_pre_hook(lambda layer, args, kept_gb=kept_gb: runs.append(kept_gb))
+        fit_heads(chunks, mesh, batches, block_of(hf_model))
+        fitted.append({name: weight.detach() for name, weight in model.named_parameters()})
+    kept, computed = fitted
+    assert runs.count(0.0) == len(FITTED) * DEPTH * len(batches)
+    assert len(runs) - runs.count(0.0) == len(batches)
+    assert all(torch.equal(kept[name], computed[name]) for name in kept)
 
 
 def test_samples_are_spread_over_all_files():
