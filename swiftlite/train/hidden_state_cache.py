@@ -105,16 +105,16 @@ class HiddenStateCache:
         Raises:
             UserError: a layer cannot be read, or a file cannot be written.
         """
+        for streamed in self.trunk.outputs_before_steps(self._missing(batches, data)):
+            self._add(self._path(streamed.batch), streamed.output)
+        dist.barrier()
+
+    def _missing(self, batches: Batches, data: Data) -> Iterator[Batch]:
+        """Yield the micro-batches that any rank has no file for. Nothing is computed unless they are read."""
         num_ranks = self.mesh.dp.size()
         rows = _distinct_rows(batches, data)
         rows += [[]] * (-len(rows) % num_ranks)  # padding, because all ranks run the layers together
         micro_batches = Collated(batches.collate, rows[self.mesh.dp.rank() :: num_ranks])
-        for streamed in self.trunk.outputs_before_steps(self._missing(micro_batches)):
-            self._add(self._path(streamed.batch), streamed.output)
-        dist.barrier()
-
-    def _missing(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches that any rank has no file for."""
         for batch in on_this_rank(micro_batches, self.mesh):
             if all_reduce_max(int(not self._path(batch).exists()), self.mesh):
                 yield batch
