@@ -1,8 +1,8 @@
 """Define `Drafter`, a kind of module that drafts tokens from the states of the trunk.
 
-At each position s, a drafter computes `Heads.drafts` states, of which state k (from 1) predicts token s + k + 1.
-Labels, losses, metrics and acceptance depend only on these states. `drafters.py` lists all kinds, and `model/specs.py`
-has the module of each kind.
+At each position s, a drafter computes `Heads.drafts` states. State k (from 1) predicts token s + k + 1. Labels, losses,
+metrics and acceptance depend only on these states. `drafters.py` lists all kinds, and `model/specs.py` has the module
+of each kind.
 """
 
 from collections.abc import Callable
