@@ -122,7 +122,8 @@ class Heads:
 
     def _change_of_layers(self, hf_config: Mapping[str, Any], declared: "Heads") -> dict[str, Any]:
         """Return the change of a config.json that makes it declare the kind and the number of layers."""
-        key, change = depth_key(hf_config), dict[str, Any]()
+        key = depth_key(hf_config)
+        change: dict[str, Any] = {}
         if self.kind == MTP:
             if self.layers or declared.layers:
                 change[key] = self.layers

@@ -53,7 +53,7 @@ def require_heads(model: HfModel) -> None:
     if model.heads.kind != MTP:
         raise UserError(
             f"{model.directory / 'config.json'} declares the drafter {model.heads.kind!r}, with which no engine drafts",
-            "use --speculative none, or export with --mtp strip",
+            "serve the trunk alone: export the run with --mtp strip",
         )
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         found = {key: entry.shape for key, entry in checkpoint.entries.items()}

@@ -1,62 +1,18 @@
-"""List the kinds of drafters: modules that draft tokens from the states of the trunk.
+"""List the kinds of drafters, by the `kind` that config.json declares. If it declares none, the kind is MTP heads."""
 
-The drafter of a model is MTP heads, unless its config.json declares another kind. `Heads` describes a drafter of any
-kind. At each position s, a drafter computes `Heads.drafts` states, of which state k (from 1) predicts token s + k + 1.
-Labels, losses, metrics and acceptance depend only on these states. `model/specs.py` has the module of each kind.
-"""
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.base.drafting import Drafting
 from swiftlite.base.errors import clip
 from swiftlite.base.heads import DRAFTER_KEY, MTP
 from swiftlite.bridge.rows import HfConfig, Row, lift
+from swiftlite.families.drafter import Drafter
 
 if TYPE_CHECKING:
     from swiftlite.families.family import Family
 
 MAX_LAYERS = 100
 """Maximum number of layers, as for MTP heads."""
-
-
-def no_copies(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str]:
-    """Return an empty mapping, for drafters whose layers contain no copies of the trunk's tensors."""
-    return {}
-
-
-def no_config(family: "Family", hf_config: HfConfig, layers: int) -> dict[str, Any]:
-    """Return an empty mapping, for drafters that are declared only by `Heads`."""
-    return {}
-
-
-def state_after_norm(family: "Family") -> Drafting:
-    """Return the inputs of drafters that read the trunk's state after its final norm."""
-    return Drafting()
-
-
-@dataclass(frozen=True)
-class Drafter:
-    """A kind of drafter.
-
-    It consists of `Heads.layers` layers, numbered from 0. The first arguments of all functions are the family of the
-    trunk and the content of config.json, whose object DRAFTER_KEY can have further settings of the kind.
-
-    Args:
-        rows: returns the bridge rows of layer k. Megatron names start with `mtp.layers.{k}.`.
-        layer_of: returns the number of the layer that an HF key belongs to; None for keys of the trunk.
-        copies: returns the HF keys of layer k that copy a tensor of the trunk, each with the trunk's key.
-        config: returns further keys of config.json for a number of layers.
-        drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None. The argument is the
-            family.
-    """
-
-    rows: Callable[["Family", HfConfig, int], list[Row]]
-    layer_of: Callable[["Family", HfConfig, str], int | None]
-    copies: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
-    config: Callable[["Family", HfConfig, int], dict[str, Any]] = no_config
-    drafting: Callable[["Family"], Drafting] = state_after_norm
 
 
 def _rows_of_head(family: "Family", hf_config: HfConfig, head: int) -> list[Row]:

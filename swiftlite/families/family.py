@@ -10,7 +10,8 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.heads import MTP, Heads, kind_of
 from swiftlite.bridge.rows import HfConfig, Row
 from swiftlite.families.architecture import Architecture, Outside
-from swiftlite.families.drafters import DRAFTERS, Drafter
+from swiftlite.families.drafter import Drafter
+from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving.convention import Serving
 from swiftlite.families.tower import Tower

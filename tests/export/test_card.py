@@ -40,6 +40,13 @@ def test_the_card_says_what_it_was_made_from(tmp_path):
     assert "\n|" not in text  # no table
 
 
+def test_the_card_of_another_drafter_has_no_commands_for_mtp_heads(tmp_path):
+    text = model_card("me/new", ORIGIN, Heads(layers=3, kind="networks"), tmp_path)
+    assert has_line(text, "networks 3")
+    assert "multi-token-prediction" not in ModelCard(text).data.to_dict()["tags"]
+    assert "mtp" not in text
+
+
 def write_acceptance(run) -> None:
     before = {"prompts": 8, "drafts": 100, "drafted": 100, "accepted": 3, "acceptance_rate": 0.03}
     after = before | {"accepted": 61, "acceptance_rate": 0.61, "mean_accepted_length": 1.61}

@@ -29,14 +29,15 @@ from swiftlite import rules
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance
-from swiftlite.args.commands import EvaluateArgs, SftArgs
+from swiftlite.args.commands import EvaluateArgs, ExportArgs, SftArgs
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.rows import HfConfig, Row
 from swiftlite.engines.served_model import require_heads
+from swiftlite.export import run as export
 from swiftlite.families import drafters
-from swiftlite.families.drafters import Drafter
+from swiftlite.families.drafter import Drafter
 from swiftlite.families.family import Family
 from swiftlite.families.resolved import resolve
 from swiftlite.model import specs
@@ -258,6 +259,14 @@ def test_only_the_drafter_is_trained_and_exported_with_its_settings(model, expor
     for key, tensor in after.items():
         assert torch.equal(tensor, before[key]) is not key.startswith("networks.")
     assert hf_config(exported) == hf_config(model)
+
+
+def test_a_trunk_is_exported_without_it(model, trained, tmp_path):
+    args = ExportArgs(to_hf=True, model=str(trained), output_dir=str(tmp_path / "hf"), mtp="strip")
+    launch(1, run, make_known, export.run, args)
+    whole, trunk = (load_file(directory / "model.safetensors") for directory in (model, tmp_path / "hf"))
+    assert trunk.keys() == {key for key in whole if not key.startswith("networks.")}
+    assert resolve(tmp_path / "hf").heads == Heads()
 
 
 def test_its_tensors_are_audited(exported, tmp_path):

@@ -1,0 +1,54 @@
+"""Define `Drafter`, a kind of module that drafts tokens from the states of the trunk.
+
+At each position s, a drafter computes `Heads.drafts` states. State k (from 1) predicts token s + k + 1. Labels, losses,
+metrics and acceptance depend only on these states. `drafters.py` lists all kinds, and `model/specs.py` has the module
+of each kind.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swiftlite.base.drafting import Drafting
+from swiftlite.bridge.rows import HfConfig, Row
+
+if TYPE_CHECKING:
+    from swiftlite.families.family import Family
+
+
+def no_copies(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str]:
+    """Return an empty mapping, for drafters whose layers contain no copies of the trunk's tensors."""
+    return {}
+
+
+def no_config(family: "Family", hf_config: HfConfig, layers: int) -> dict[str, Any]:
+    """Return an empty mapping, for drafters that are declared only by `Heads`."""
+    return {}
+
+
+def state_after_norm(family: "Family") -> Drafting:
+    """Return the inputs of drafters that read the trunk's state after its final norm."""
+    return Drafting()
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A kind of drafter.
+
+    It consists of `Heads.layers` layers, numbered from 0. The first arguments of all functions are the family of the
+    trunk and the content of config.json, whose object DRAFTER_KEY can have further settings of the kind.
+
+    Args:
+        rows: returns the bridge rows of layer k. Megatron names start with `mtp.layers.{k}.`.
+        layer_of: returns the number of the layer that an HF key belongs to; None for keys of the trunk.
+        copies: returns the HF keys of layer k that copy a tensor of the trunk, each with the trunk's key.
+        config: returns further keys of config.json for a number of layers.
+        drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None. The argument is the
+            family.
+    """
+
+    rows: Callable[["Family", HfConfig, int], list[Row]]
+    layer_of: Callable[["Family", HfConfig, str], int | None]
+    copies: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
+    config: Callable[["Family", HfConfig, int], dict[str, Any]] = no_config
+    drafting: Callable[["Family"], Drafting] = state_after_norm
