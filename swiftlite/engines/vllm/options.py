@@ -279,3 +279,18 @@ def variables_on_cpu() -> dict[str, str]:
     if os.cpu_count() == 2:
         variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     return {name: os.environ.get(name, value) for name, value in variables.items()}
+
+
+def server_variables_on_cpu() -> dict[str, str]:
+    """Return environment variables of vLLM's server on a CPU: those of `variables_on_cpu`, and on two cores those with
+    which the engine computes in its own process.
+
+    vLLM 0.32 starts another process for that, which imports vLLM again, because only in a new process it can set the
+    number of OpenMP threads (its platforms/cpu.py). Here the server is the new process. With tensor parallelism, vLLM
+    starts the processes nevertheless.
+    """
+    variables = variables_on_cpu()
+    if variables and os.cpu_count() == 2:
+        in_engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "2"}
+        variables |= {name: os.environ.get(name, value) for name, value in in_engine.items()}
+    return variables

@@ -70,7 +70,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         given["allowed_media_domains"] = NO_DOMAINS
     if args.adapters:
         given |= lora_options(args.adapters, model, drafts)
-    variables = options.variables_on_cpu()
+    variables = options.server_variables_on_cpu()
     if args.live_weights:
         given |= {"weight_transfer_config": {"backend": BACKENDS[args.weight_transport]}, "middleware": GUARD}
         given["logprobs_mode"] = "processed_logprobs"  # of the distribution that tokens are drawn from, for a trainer
