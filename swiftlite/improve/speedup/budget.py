@@ -15,7 +15,7 @@ SMALLEST_ROUND = 64
 """Minimum number of prompts of the first round. Some answers are unusable, and 48 are required."""
 PRODUCTS = 20
 """Number of matrix products whose time is measured; a fraction of a second on a laptop."""
-PASSES = 7.0
+PASSES = 5.0
 """A prompt takes as long as this number of passes of the model over a longest answer at the speed of large matrix
 products. With SmolLM2-135M-Instruct on two idle cores, writing and answering 128 prompts and fitting heads took about
 160 s without the starts of programs, 1.25 s per prompt; a pass would take 0.16 to 0.19 s (170 to 200 GFLOP/s)."""
@@ -74,7 +74,7 @@ def first_round(budget: float, largest: int | None = None, seconds_per_prompt: f
         largest: maximum number of prompts; None if it is not limited.
         seconds_per_prompt: estimated time for answers and training.
     """
-    prompts = 256 if budget >= 1800 else 128
+    prompts = 256 if budget >= 1800 else 192
     affordable = math.floor(FIRST_ROUND_SHARE * budget / max(seconds_per_prompt, 1e-6))
     prompts = min(prompts, max(affordable, SMALLEST_ROUND))
     if largest is None:
