@@ -31,12 +31,15 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Return a page's text for the site.
 
+    The API is in English, so only the English site has its pages; others link to them. They take most of the time.
     The link to the page in the other language is removed, because the site has such a link at the top of every page.
     Links to files outside of `docs/` are replaced by the names of the files. In code in tables, `a\\|b` becomes `a|b`.
     """
+    if page.file.src_uri.startswith("api/") and config.plugins["i18n"].current_language != "en":
+        return f'# {page.file.name}\n\n<a href="../../api/{page.file.name}.html">English</a>'
     markdown = re.sub(r"^\[(?:中文|English)\]\(\.\./\w+/[\w-]+\.md\)\n", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"\[([^]]+)\]\(\.\./\.\./([^)]+)\)", r"\1 (`\2`)", markdown)
     lines = []

@@ -1,6 +1,7 @@
 """Test the conversion of the repository's pages to the site."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,4 +47,17 @@ def test_anchors_are_those_of_the_repository_s_pages(hooks, heading, expected):
     ],
 )
 def test_what_reads_otherwise_on_the_site(hooks, line, expected):
-    assert hooks.on_page_markdown(line + "\n").removesuffix("\n") == expected
+    assert adapted(hooks, line + "\n", "en/page.md").removesuffix("\n") == expected
+
+
+def test_the_api_is_only_in_the_english_site(hooks):
+    text = "# data\n\n::: swiftlite.data"
+    assert adapted(hooks, text, "api/data.md", "en") == text
+    assert '"../../api/data.html"' in adapted(hooks, text, "api/data.md", "zh")
+
+
+def adapted(hooks, text: str, uri: str, language: str = "en") -> str:
+    """Return the text of a page in the site of a language."""
+    file = SimpleNamespace(src_uri=uri, name=Path(uri).stem)
+    config = SimpleNamespace(plugins={"i18n": SimpleNamespace(current_language=language)})
+    return hooks.on_page_markdown(text, page=SimpleNamespace(file=file), config=config)
