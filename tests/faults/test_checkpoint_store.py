@@ -78,9 +78,7 @@ def stored(url: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("function", "number"), some_of(PLACES, ("ObjectStore.put", 12), ("ObjectStore.delete", 1), ("Copies.finish", 1))
-)
+@pytest.mark.parametrize(("function", "number"), some_of(PLACES, ("ObjectStore.put", 12)))
 def test_a_killed_run_resumes_from_the_store(words, unbroken, url, function, number, tmp_path):
     command = command_for(url)
     at = SignalAtCall(function, number, in_threads=True)

@@ -64,9 +64,7 @@ def unbroken(words, tmp_path_factory) -> dict[str, Any]:
     ("function", "number"),
     some_of(
         PLACES,
-        ("TransformersEngine._complete", 12),
         ("Generation.save", 2),
-        ("token_log_probabilities", 1),
         ("HeldOutPrompts.draw", 3),
     ),
 )

@@ -1,7 +1,6 @@
 """Test runs that pack rows: layouts against one process, packed against padded, recomputation and resuming."""
 
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 from swiftlite.data.packing.schedule import schedule
 from tests.parallel import parity
 from tests.parallel.parity import BOUNDS, CASES, FULL, STEPS, TP2_SP, Job, Result
+from tests.tiers import all_but, selected
 
 pytestmark = pytest.mark.gloo
 
@@ -31,6 +31,8 @@ CHOSEN = {
     QWEN3: ("CP2", "DP2", "TP2+SP", "PP2xVPP2", "PP3 MTP middle", "PP2xCP2"),
     MIXTURE: ("EP2", "PP2"),
 }
+# The exchanges of these layouts are those of other ones here or, without packing, of test_parity.py.
+SLOW = [(QWEN3, "TP2+SP"), (QWEN3, "PP2xVPP2"), (MIXTURE, "PP2")]
 RESUMED = ("DP2", "PP2xCP2")
 RECOMPUTE = {"block 1": FULL["block 1"], "selective": {"recompute_granularity": "selective"}}
 # By model (MTP depth 2 and 1) and layout; "balanced" is one process.
@@ -48,7 +50,7 @@ class Computed:
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory) -> Computed:
+def computed(request, tmp_path_factory) -> Computed:
     root = tmp_path_factory.mktemp("packed")
     models = {model: parity.make_model(root / "-".join(map(str, model)), *model) for model in CHOSEN}
     jobs: dict[int, dict[tuple[Model, str], Job]] = {}
@@ -59,20 +61,21 @@ def computed(tmp_path_factory) -> Computed:
         jobs.setdefault(num_processes, {})[model, name] = job
         return job
 
-    for model, layouts in CHOSEN.items():
+    for model in CHOSEN:
         add(1, model, "padded", {})
         add(1, model, "padding_free", {"padding_free": True, "micro_batch_size": 4})
         add(1, model, "balanced", BALANCED)
-        for layout in layouts:
+    resumed = [(QWEN3, layout) for layout in RESUMED]
+    for model, layout in dict.fromkeys([*selected(request, "model", "layout"), *resumed]):
+        if layout in LAYOUTS:
             num_processes, options = LAYOUTS[layout]
             add(num_processes, model, layout, BALANCED | options)
     add(1, QWEN3, "rows", ROWS)
     for layout in ("PP2", "DP2"):
         add(2, QWEN3, f"rows {layout}", ROWS | LAYOUTS[layout][1])
-    for model, layouts in RECOMPUTED.items():
-        for layout, (name, recompute) in product(layouts, RECOMPUTE.items()):
-            num_processes, options = LAYOUTS.get(layout, (1, {}))
-            add(num_processes, model, f"{layout} {name}", BALANCED | options | recompute)
+    for model, layout, name in selected(request, "model", "layout", "name"):
+        num_processes, options = LAYOUTS.get(layout, (1, {}))
+        add(num_processes, model, f"{layout} {name}", BALANCED | options | RECOMPUTE[name])
     for layout in RESUMED:
         num_processes, options = LAYOUTS[layout]
         stopped = add(num_processes, QWEN3, f"{layout} stopped", BALANCED | options, steps=(1, SAVED_AT), save=True)
@@ -107,7 +110,9 @@ def test_steps_have_other_numbers_of_micro_batches():
     assert len({schedule(step, ROWS["packing_length"], 1).num_micro_batches for step in steps}) > 1
 
 
-@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in CHOSEN for layout in CHOSEN[model]])
+@pytest.mark.parametrize(
+    ("model", "layout"), all_but([(model, layout) for model in CHOSEN for layout in CHOSEN[model]], *SLOW)
+)
 def test_every_layout_computes_what_one_process_does(computed, model, layout):
     assert_within(computed.differences(model, "balanced", layout))
 
@@ -119,7 +124,9 @@ def test_rows_are_the_same_at_every_layout(computed, layout):
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)
-@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in RECOMPUTED for layout in RECOMPUTED[model]])
+@pytest.mark.parametrize(
+    ("model", "layout"), all_but([(model, layout) for model in RECOMPUTED for layout in RECOMPUTED[model]], *SLOW[-1:])
+)
 def test_recomputing_changes_no_bit(computed, model, layout, name):
     assert set(computed.differences(model, layout, f"{layout} {name}").values()) == {0.0}
 

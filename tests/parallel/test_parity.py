@@ -43,6 +43,10 @@ SLOW_LAYOUTS = (
     (("llama", 1, False), "DP4+instances"),
     (("glm4_moe", 1, False), "EP2+shared overlap"),
     (("glm4_moe", 1, False), "EP2xTP2+allgather"),
+    (("mimo", 1, False), "DP2+overlap"),
+    (("qwen3_next", 1, False), "EP2xTP2"),
+    (("qwen3", 2, True), "PP2 MTP apart"),
+    (("qwen3", 2, True), "PP3 MTP middle"),
 )
 CLIPPED = ("EP2xTP2", "PP2", "DP2+overlap")
 RECOMPUTE = ("full uniform 2", "full block 1", "selective")
@@ -143,7 +147,7 @@ def test_layout(computed, model, name):
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    all_but(RECOMPUTED, (MIXTURE, "full uniform 1")),
+    all_but(RECOMPUTED, (MIXTURE, "full uniform 1"), (QWEN3, "full uniform 2")),
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_recomputation_changes_no_bit(computed, model, name):

@@ -34,6 +34,20 @@ from tests.tiny import (
 
 CONFIGS = {path.stem: path for path in sorted(Path(__file__).with_name("configs").glob("*.json"))}
 MODELS = tuple(CONFIGS)
+_ONE_OF_EACH = {json.loads(path.read_text(encoding="utf-8"))["model_type"]: name for name, path in CONFIGS.items()}
+_OTHER_SETTINGS = (  # rotary scaling, windows, tied embeddings, storage formats, stacked experts
+    "EXAONE-4.0-1.2B",
+    "Llama-3.1-8B",
+    "Mistral-7B-v0.1",
+    "Phi-3.5-mini-instruct",
+    "Phi-4-mini-instruct",
+    "Qwen3-0.6B",
+    "Qwen3-30B-A3B-FP8",
+    "Qwen3.5-35B-A3B",
+    "Step-3.5-Flash-FP8",
+)
+CHOSEN = (*_ONE_OF_EACH.values(), *_OTHER_SETTINGS)
+"""Models for which CI computes numbers: one of each family, and those with further settings."""
 HEADS = {
     "ernie4_5_moe",
     "mimo",

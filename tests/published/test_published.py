@@ -16,6 +16,7 @@ from swiftlite.model.inputs import ModelInputs
 from tests.messages import has_line
 from tests.model.test_logits import load_megatron, reference_mtp
 from tests.published import library
+from tests.tiers import some_of
 from tests.tiny import HYBRID, WITH_OWN_OUTPUT, logits_of, mtp_names, output_name
 
 LENGTH = 20
@@ -37,7 +38,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=(64 if family in HYBRID else 16) * rounding)
 
 
-@pytest.mark.parametrize("model", library.MODELS)
+@pytest.mark.parametrize("model", some_of(library.MODELS, *library.CHOSEN))
 def test_logits_of_trunk_and_heads_are_those_of_transformers(published, mesh, model):
     directory, family = published(model), library.family(model)
     drafting = index.FAMILIES[family].mtp.drafting
@@ -64,7 +65,7 @@ def test_logits_of_trunk_and_heads_are_those_of_transformers(published, mesh, mo
             assert_close(ours.mtp[0][:, :-1], theirs[:, :-1], family)  # the last has no token to see
 
 
-@pytest.mark.parametrize("model", library.MODELS)
+@pytest.mark.parametrize("model", some_of(library.MODELS, *library.CHOSEN))
 def test_there_and_back_changes_no_number(published, mesh, tmp_path, model):
     """FP8 tensors are exported in bfloat16, rounded to the nearest; config.json declares this dtype and the number of
     heads.
