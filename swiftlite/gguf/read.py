@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swiftlite.base.errors import UserError, reason_of
+from swiftlite.base.errors import UserError, clip, reason_of
 from swiftlite.base.json_file import parse_json
+from swiftlite.base.log import logger
 from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import ShardedFiles
@@ -33,6 +34,7 @@ from swiftlite.gguf.foreign import (
 from swiftlite.gguf.header import check_header
 from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
+from swiftlite.gguf.tokenizer import PRE_TOKENIZERS
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -292,7 +294,8 @@ def keys_of(file: Path) -> list[str]:
 def read_otherwise(file: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return what transformers does not read from a file: values of config.json, and the pre-tokenizer.
 
-    The pre-tokenizer is None if it is not known.
+    The pre-tokenizer is None if it is not known. A warning then names it, because transformers divides text as the
+    first models of the architecture do.
 
     Raises:
         UserError: the file is damaged, or config.json cannot state how it scales rotary positions.
@@ -306,4 +309,13 @@ def read_otherwise(file: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         if "rope_freqs.weight" in tensors:
             factors = numbers_of(tensors["rope_freqs.weight"]).flatten().tolist()
         metadata = Metadata(values, set(tensors))
-        return not_read_by_transformers(metadata, factors), pre_tokenizer_of(metadata)
+        pre_tokenizer = pre_tokenizer_of(metadata)
+        if pre_tokenizer is None and values.get("tokenizer.ggml.model") == "gpt2":
+            logger.warning(
+                "%s: tokenizer.ggml.pre %s is unknown: text may be divided into other tokens than by llama.cpp; "
+                "known: %s; or use the model's safetensors",
+                file,
+                clip(repr(values.get("tokenizer.ggml.pre")), 80),
+                ", ".join(sorted(PRE_TOKENIZERS.values())),
+            )
+        return not_read_by_transformers(metadata, factors), pre_tokenizer

@@ -5,6 +5,8 @@
     `StreamedTrunk`      in files                    computed before the first step, for the cache
     `HiddenStateCache`   those of another source     read from a file (`train/hidden_state_cache.py`)
 
+While new heads are fitted, before the first step, a `KeptTrunk` runs the layers of a `ComputedTrunk` once for all fits.
+
 A frozen trunk is a `ComputedTrunk` whose model computes no gradients (`ModelSettings.freeze_trunk`). A quantized trunk
 is decoded when it is loaded, and differs only in exports (`plan/trunk.py`).
 

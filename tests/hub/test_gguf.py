@@ -179,6 +179,13 @@ def test_text_is_split_as_in_llamacpp(tmp_path, pre, expected):
     assert load_tokenizer(directory).tokenize("12") == expected
 
 
+@pytest.mark.parametrize(("pre", "is_known"), [("qwen2", True), ("superbpe", False)])
+def test_an_unknown_pre_tokenizer_is_named(tmp_path, caplog, pre, is_known):
+    """transformers ignores the name, and would divide text into tokens that the model has not learned."""
+    description_of(str(write_gguf(tmp_path / "a.gguf", "qwen2", pre=pre)))
+    assert mentions(caplog.text, f"a.gguf '{pre}'") is not is_known
+
+
 def test_the_content_alone_says_which_model_it_is(tmp_path):
     file = write_gguf(tmp_path / "a.gguf", "llama")
     first = description_of(str(file))
