@@ -6,7 +6,8 @@ A process other than the server, such as a trainer, uses `ServedVllm`, which has
 import asyncio
 import math
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
@@ -29,6 +30,8 @@ _SHORT = 60
 """Timeout in seconds of a request without computation."""
 _QUICK = 10
 """Timeout in seconds of `is_responding`, which is called before every generation for each server that was lost."""
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.1, 30.0
+"""Bounds of the seconds before a request is sent again that a proxy has not accepted."""
 COMPLETIONS = "/v1/completions"
 INFO = "/server_info?config_format=json"
 _NO_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -376,27 +379,37 @@ class _Server:
     async def ask(
         self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None = None
     ) -> Any:
-        """Return the server's response, parsed if it is JSON.
+        """Return the server's response, parsed if it is JSON. While a proxy in front of the server limits the rate of
+        requests (status 429), the request is sent again.
 
         Raises:
-            LostServer: the server reports an internal error, such as a dead engine.
+            LostServer: the server reports an internal error, such as a dead engine, or the proxy does not accept the
+                request within the client's timeout.
             UserError: the server rejects the request.
         """
-        async with session.request(method, self.url + path, json=body) as response:
-            if response.status == 401:
-                raise UserError(
-                    f"the server at {self.url} rejected the API key",
-                    "set VLLM_API_KEY to the api_key of the server",
-                )
-            if response.status == 404 and not path.startswith("/v1"):
-                raise _without_option(self.url)
-            if response.status != 200:
-                text = (await response.text()).strip()[:2000]
-                refusal = LostServer if response.status >= 500 else UserError
-                raise refusal(f"the server at {self.url} rejected {path}: {text}", "see its log for the cause")
-            if response.content_type == "application/json":
-                return await response.json()
-            return await response.text()
+        deadline = time.monotonic() + self._timeout
+        while True:
+            async with session.request(method, self.url + path, json=body) as response:
+                if response.status != 429 or time.monotonic() > deadline:
+                    return await self._content(response, path)
+                seconds = _retry_after(response.headers)
+            await asyncio.sleep(seconds)
+
+    async def _content(self, response: aiohttp.ClientResponse, path: str) -> Any:
+        if response.status == 401:
+            raise UserError(
+                f"the server at {self.url} rejected the API key",
+                "set VLLM_API_KEY to the api_key of the server",
+            )
+        if response.status == 404 and not path.startswith("/v1"):
+            raise _without_option(self.url)
+        if response.status != 200:
+            text = (await response.text()).strip()[:2000]
+            refusal = LostServer if response.status == 429 or response.status >= 500 else UserError
+            raise refusal(f"the server at {self.url} rejected {path}: {text}", "see its log for the cause")
+        if response.content_type == "application/json":
+            return await response.json()
+        return await response.text()
 
     def field(self, answer: Any, name: str) -> Any:
         """Return a field of a JSON object.
@@ -432,6 +445,14 @@ def cancel_all(tasks: Iterable[asyncio.Task]) -> None:
     for task in tasks:
         if not task.cancel() and not task.cancelled():
             task.exception()
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds to wait before a request is sent again; 1 if the header is missing or has a date."""
+    text = headers.get("Retry-After", "")
+    if not text.isdecimal():
+        return 1.0
+    return min(max(float(text), _SHORTEST_WAIT), _LONGEST_WAIT)
 
 
 def _no_response(url: str, error: Exception) -> LostServer:

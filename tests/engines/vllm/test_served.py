@@ -5,6 +5,7 @@ tests/e2e/test_served_weights.py uses a real vLLM.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
-from swiftlite.engines.vllm.served import ServedVllm
+from swiftlite.engines.vllm.served import LostServer, ServedVllm
 from tests.engines.small_server import serving
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf
@@ -31,17 +32,22 @@ class Hanging:
     Attributes:
         stages: number of its pipeline stages.
         seconds: time of the first request to a path. The second request takes twice as long, and so on.
+        too_many: number of further requests to a path that are answered with status 429.
     """
 
     def __init__(self, model: Path):
         self.model = model
         self.stages = 1
         self.seconds: dict[str, float] = {}
+        self.too_many: Counter[str] = Counter()
         self.asked: list[str] = []
 
     async def respond(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         await asyncio.sleep(self.seconds.get(request.path, 0) * self.asked.count(request.path))
+        if self.too_many[request.path]:
+            self.too_many[request.path] -= 1
+            return web.Response(status=429, headers={"Retry-After": "0"}, text="slow down")
         answers = {
             "/server_info": {
                 "vllm_config": {
@@ -100,6 +106,16 @@ def test_an_answer_that_never_comes(tmp_path):
         assert mentions(error.hint, "ServedVllm")
         server.seconds.clear()
         assert [each.token_ids for each in engine.generate([[1, 2], [3]], Sampling(1))] == [[1], [1]]
+
+
+def test_a_proxy_that_limits_the_rate_is_asked_again(tmp_path):
+    with started(tmp_path) as (server, engine):
+        server.too_many["/v1/completions"] = 3
+        assert [each.token_ids for each in engine.generate([[1, 2], [3]], Sampling(1))] == [[1], [1]]
+        assert server.asked.count("/v1/completions") == 5
+        server.too_many["/v1/completions"] = 10**9
+        error = refused(lambda: engine.generate([[1]], Sampling(1)))
+        assert isinstance(error, LostServer)  # its prompts are given to other servers
 
 
 def test_answers_that_follow_each_other_are_in_time(tmp_path):
