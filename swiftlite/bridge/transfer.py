@@ -123,6 +123,8 @@ def load_hf(
         sources = _sources(checkpoint, family, hf_config, depth, mtp_init)
         carried = tuple(key for key in checkpoint.entries if family.is_carried(key))
         _check_numbers(sources.read, checkpoint)
+        # All names and shapes are compared before the first tensor is read, so that a checkpoint that does not fit is
+        # refused in seconds.
         bindings = bind(
             shards,
             sources.read,
@@ -161,6 +163,7 @@ def _report(
         name: "copy_last_layer" if borrowed[name].is_frozen else mtp_init for name in bound if name in borrowed
     }
     initialized |= {shard.name: mtp_init for shard in shards if shard.name in sources.not_read}
+    # Every parameter has exactly one source: none keeps the values with which megatron-core constructed it.
     assert len(loaded) + len(initialized) == len(shards)
     return WeightsReport(loaded, initialized, tuple(sources.dropped), carried)
 
@@ -285,6 +288,7 @@ def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
 def _draw(bindings: Sequence[Binding], std: float, seed: int, norm_start: float) -> None:
     """Fill this rank's slices of parameters from random HF tensors."""
     for binding in bindings:
+        # Each rank draws whole HF tensors and keeps its slices, so that the values do not depend on the layout.
         tensors = fresh_heads.random_tensors(binding.row, std, seed, norm_start)
         for shard, local_index, hf_key, hf_index in binding.slices():
             assert hf_key is not None
@@ -357,10 +361,10 @@ def save_hf(
     files = ShardedFiles(Path(out_dir), folded, max_shard_bytes, encodings, stem, trunk)
     if placement.is_first_rank():
         _create(files, () if trunk is None else {entry.file for entry in trunk.values()})
-    placement.barrier()
+    placement.barrier()  # the other ranks write into files that the first one has created in their full size
     try:
         _write(files, pieces, others)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well: the temporary files are as large as the model
         files.discard()
         raise
     return files.files
@@ -408,10 +412,10 @@ def _write(files: ShardedFiles, pieces: Iterator[placement.Piece], others: Mappi
         for key, tensor in others.items():
             files.write(key, (slice(None),) * tensor.dim(), tensor)
     files.flush()
-    placement.barrier()
+    placement.barrier()  # a file gets its name when the slices of all ranks are on disk, not only those of this one
     if placement.is_first_rank():
         files.publish()
-    placement.barrier()
+    placement.barrier()  # callers on other ranks may read the files at once
 
 
 def streamed_tensors(
