@@ -35,16 +35,15 @@ def state_after_norm(family: "Family") -> Drafting:
 class Drafter:
     """A kind of drafter.
 
-    It consists of `Heads.layers` layers, numbered from 0. The first arguments of all functions are the family of the
-    trunk and the content of config.json, whose object DRAFTER_KEY can have further settings of the kind.
+    It consists of `Heads.layers` layers, numbered from 0. All functions get the family of the trunk and, except for
+    `drafting`, the content of config.json, whose object DRAFTER_KEY can have further settings of the kind.
 
     Args:
         rows: returns the bridge rows of layer k. Megatron names start with `mtp.layers.{k}.`.
         layer_of: returns the number of the layer that an HF key belongs to; None for keys of the trunk.
         copies: returns the HF keys of layer k that copy a tensor of the trunk, each with the trunk's key.
         config: returns further keys of config.json for a number of layers.
-        drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None. The argument is the
-            family.
+        drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None.
     """
 
     rows: Callable[["Family", HfConfig, int], list[Row]]

@@ -26,7 +26,7 @@ DRAFTERS: dict[str, Drafter] = {
         rows=_rows_of_head,
         layer_of=lambda family, hf_config, hf_key: family.mtp.head_of(hf_config, hf_key),
         copies=lambda family, hf_config, head: family.mtp.copies(hf_config, head),
-        config=lambda family, hf_config, heads: family.mtp.config(hf_config, heads),
+        config=lambda family, hf_config, layers: family.mtp.config(hf_config, layers),
         drafting=lambda family: family.mtp.drafting,
     ),
 }

@@ -25,7 +25,7 @@ from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """What the layers of a drafter are built from.
+    """The parts that the layers of a drafter are built from.
 
     Attributes:
         hf_config: content of config.json, with the settings of the drafter.
@@ -41,16 +41,17 @@ class DrafterParts:
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What a drafter reads, for a micro-batch in training or for new tokens of rows in decoding.
+    """The inputs of a drafter, for a micro-batch in training or for new tokens of rows in decoding.
 
     Attributes:
         hidden_SBH: the trunk's states, before or after the final norm (`Drafting.takes_before_norm`).
-        embed: returns the embeddings [S, B, H] of the tokens that draft k (from 0) reads, which are k + 1 positions
-            later; with `zeroes_first=True`, zeros at position 0 of a sequence.
+        embed: `embed(k, zeroes_first=False)` returns the embeddings [S, B, H] of the tokens k + 1 positions later (k
+            from 0), which the draft number k can read; with `zeroes_first`, zeros at position 0 of a sequence.
         rotary_embs: for each draft, rotary embeddings (`GPTModel.rotary_emb`).
         packed_seq_params: the sequences of a packed row.
         tokens: for each draft, a description of the tokens for routers; None: routers do not count their load.
         cache: in decoding, the KV cache of the rows; None in training.
+        drafting: which states the drafter reads.
     """
 
     hidden_SBH: torch.Tensor
@@ -63,7 +64,8 @@ class DraftInputs:
 
 
 class DrafterLayer(MegatronModule, ABC):
-    """One of the layers of a drafter other than MTP heads, whose layers are megatron-core's and have the same `draft`.
+    """A layer of a drafter other than MTP heads. The layers of MTP heads are megatron-core's, with the same method
+    `draft`.
 
     Args:
         layer_number: the number of the layer, from 1.

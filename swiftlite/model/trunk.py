@@ -127,7 +127,7 @@ class TrunkLayers(TrunkSource, Protocol):
 
 
 class ComputedTrunk:
-    """A trunk whose decoder layers are in the model."""
+    """A trunk whose decoder layers are in the model. The forward pass of a step computes it together with the heads."""
 
     def output(self, model: nn.Module, batch: Batch) -> None:
         """Return None: the forward pass computes the trunk."""
@@ -152,6 +152,7 @@ class ComputedTrunk:
             output = forward(chunk, batch)
             return output, lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
 
+        # A micro-batch begins in `forward_step`, before the hook sees its input: observers can pair the two.
         last_layers: list[Any] = [chunk.decoder.layers[-1] for chunk in chunks if chunk.mtp_process]
         hooks = [layer.register_forward_pre_hook(see_input, with_kwargs=True) for layer in last_layers]
         run_batches(chunks, mesh, batches, forward_step, forward_only=True)
@@ -170,7 +171,7 @@ class KeptTrunk:
     """Runs the decoder layers of another source once, and keeps the states that heads and their fits read.
 
     The states of the trunk do not depend on the heads, so heads can be run again without the layers. The results are
-    bitwise identical.
+    bitwise identical. Only `run_unlabeled` is needed for fits.
 
     Args:
         source: runs the decoder layers, which are in the model and on one stage.
@@ -300,10 +301,11 @@ class StreamedTrunk:
         return len(self._block.layer_specs)
 
     def output(self, model: nn.Module, batch: Batch) -> None:
-        """Refuse to read all layers for one micro-batch.
+        """Refuse to read all layers for one micro-batch. Only the cache calls this function, for an output that it
+        lacks, because `--stream_trunk` requires a cache (`rules/training/sft_heads.py`).
 
         Raises:
-            UserError: the cache lacks the output.
+            UserError: always.
         """
         assert self._trunk.cache is not None
         problem = f"--cache_trunk_states: {Path(self._trunk.cache)} lacks files"
