@@ -6,6 +6,7 @@ The commands are in `table.py`. A UserError is printed and sets the exit code; o
 
 import hashlib
 import os
+import select
 import signal
 import sys
 import warnings
@@ -43,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:]
     _handle_signals()
     try:
-        return _run(argv)
+        code = _run(argv)
+        sys.stdout.flush()  # at exit, Python would report a closed pipe as an error
+        return code
     except UserError as error:
         failure.report(error, error.exit_code, is_final=True)
         _log_once(f"swiftlite: {error}")
@@ -55,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         _log_once(f"swiftlite: stopped by {stopped}")
         return stopped.code
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 128 + signal.SIGPIPE
         if is_of_storage(error):
             return _fail(error, "free disk space or fix the disk, then run the same command again")
         if isinstance(error, PermissionError):
@@ -284,12 +289,21 @@ def _count_rows(dataset: list[str]) -> int | None:
 
 
 def _show(text: str) -> int:
-    """Print to stdout. If a reader such as `| head` closes the pipe early, this is not an error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would report the error again at exit
+    print(text)
     return 0
+
+
+def _reader_is_gone() -> bool:
+    """Return whether the reader of stdout, such as `| head`, has closed the pipe. The rest of the output is discarded.
+
+    A connection to a server can be the broken pipe as well.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if is_gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
+    return is_gone
 
 
 def _log_once(text: str) -> None:
