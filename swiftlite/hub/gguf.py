@@ -31,7 +31,7 @@ KEYS_OF = "swiftlite.gguf.read:keys_of"
 """Function that returns the keys of a file's metadata."""
 READ_OTHERWISE = "swiftlite.gguf.read:read_otherwise"
 """Function that returns what transformers does not read from a file."""
-FORMAT = 2
+FORMAT = 3
 """Number of the conversion, part of the name of a directory."""
 _KEYS = ("swiftlite.config", ".nextn_predict_layers")
 """Ends of keys of metadata of the files that `READER` reads: those of swiftlite, and those with MTP heads."""
@@ -146,10 +146,37 @@ def _write_description(file: Path, directory: Path) -> None:
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     if pre_tokenizer is not None:
-        path = directory / "tokenizer.json"
-        content = read_json(path) | {"pre_tokenizer": pre_tokenizer}
-        path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        _change(directory / "tokenizer.json", pre_tokenizer=pre_tokenizer)
+        # Classes of one model, such as Qwen2Tokenizer, replace the pre-tokenizer of tokenizer.json by their own.
+        _change(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+        if _pieces_differ(directory):
+            logger.warning(
+                "%s: transformers divides text as the published models of %s do, and not by the file's "
+                "tokenizer.ggml.pre; use the model's safetensors",
+                file,
+                config.model_type,
+            )
     GenerationConfig.from_model_config(config).save_pretrained(directory)
+
+
+def _pieces_differ(directory: Path) -> bool:
+    """Return whether transformers divides text otherwise than by tokenizer.json. For model_type qwen2, it ignores the
+    class in tokenizer_config.json (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in transformers 5.19).
+    """
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    loaded: Any = AutoTokenizer.from_pretrained(directory)
+    of_file: Any = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    text = "It's 1234 words,  don't\n\n中文 ABCdef?!"
+    pieces, wanted = (each.pre_tokenizer.pre_tokenize_str(text) for each in (loaded.backend_tokenizer, of_file))
+    return pieces != wanted
+
+
+def _change(file: Path, **values: Any) -> None:
+    """Change values of a JSON file."""
+    content = read_json(file) | values
+    file.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
 def _correct(config: Any, values: dict[str, Any]) -> None:

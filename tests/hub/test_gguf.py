@@ -172,11 +172,21 @@ def test_heads_of_any_size_are_read(tmp_path):
     assert config_of(file)["head_dim"] == 32
 
 
-@pytest.mark.parametrize(("pre", "expected"), [("gpt-2", ["12"]), ("smollm", ["1", "2"])])
-def test_text_is_split_as_in_llamacpp(tmp_path, pre, expected):
-    """transformers ignores the name of the pre-tokenizer, and uses that of Llama 3 for all files of Llama."""
-    directory = description_of(str(write_gguf(tmp_path / "a.gguf", "llama", pre=pre)))
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize(("pre", "expected"), [("gpt-2", ["12"]), ("smollm", ["1", "2"]), ("qwen2", ["1", "2"])])
+def test_text_is_split_as_in_llamacpp(tmp_path, caplog, architecture, pre, expected):
+    """transformers ignores the name of the pre-tokenizer: it uses that of Llama 3 for all files of Llama, and the class
+    of Qwen2's tokenizer has its own."""
+    directory = description_of(str(write_gguf(tmp_path / "a.gguf", architecture, pre=pre)))
     assert load_tokenizer(directory).tokenize("12") == expected
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("pre", "is_split"), [("gpt-2", False), ("qwen2", True)])
+def test_text_that_transformers_splits_otherwise_is_named(tmp_path, caplog, pre, is_split):
+    """For model_type qwen2, transformers does not read the class of a tokenizer."""
+    description_of(str(write_gguf(tmp_path / "a.gguf", "qwen2", pre=pre)))
+    assert mentions(caplog.text, "a.gguf qwen2 tokenizer.ggml.pre") is not is_split
 
 
 @pytest.mark.parametrize(("pre", "is_known"), [("qwen2", True), ("superbpe", False)])
