@@ -5,7 +5,8 @@
     `StreamedTrunk`      in files                    computed before the first step, for the cache
     `HiddenStateCache`   those of another source     read from a file (`train/hidden_state_cache.py`)
 
-While new heads are fitted, before the first step, a `KeptTrunk` runs the layers of a `ComputedTrunk` once for all fits.
+While new heads are fitted, before the first step, a `ReusedTrunk` runs the layers of a `ComputedTrunk` once for all
+fits.
 
 A frozen trunk is a `ComputedTrunk` whose model computes no gradients (`ModelSettings.freeze_trunk`). A quantized trunk
 is decoded when it is loaded, and differs only in exports (`plan/trunk.py`).
@@ -49,8 +50,8 @@ from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 
 HashTensor = Callable[[torch.Tensor], str]
-KEPT_GB = 2.0
-"""Maximum memory on the host of each rank for the states of a `KeptTrunk`."""
+REUSED_GB = 2.0
+"""Maximum memory on the host of each rank for the states of a `ReusedTrunk`."""
 PROGRESS_SECONDS = 15
 """Minimum interval of progress messages in seconds."""
 
@@ -167,7 +168,7 @@ class ComputedTrunk:
 COMPUTED = ComputedTrunk()
 
 
-class KeptTrunk:
+class ReusedTrunk:
     """Runs the decoder layers of another source once, and keeps the states that heads and their fits read.
 
     The states of the trunk do not depend on the heads, so heads can be run again without the layers. The results are
@@ -183,12 +184,12 @@ class KeptTrunk:
 
     @staticmethod
     def supports(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], trunk: TrunkLayers) -> bool:
-        """Return whether the states of all micro-batches can be kept: at most KEPT_GB of memory on the host."""
+        """Return whether the states of all micro-batches can be kept: at most REUSED_GB of memory on the host."""
         if trunk is not COMPUTED or len(chunks) > 1 or mesh.pp.size() > 1 or chunks[0].tower is not None:
             return False
         num_positions = sum(batch.position_ids_BS.numel() for batch in batches)
         state_bytes = chunks[0].config.hidden_size * next(chunks[0].parameters()).element_size()
-        return all_reduce_max(2 * num_positions * state_bytes, mesh) <= KEPT_GB * 1e9
+        return all_reduce_max(2 * num_positions * state_bytes, mesh) <= REUSED_GB * 1e9
 
     def run_unlabeled(
         self, chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], observers: Sequence[TrunkObserver]
@@ -198,9 +199,9 @@ class KeptTrunk:
         """
         (model,) = chunks
         if not self._kept:
-            keeper = _Keeper(model)
-            self._source.run_unlabeled(chunks, mesh, batches, [*observers, keeper])
-            self._kept = keeper.finish()
+            recorder = _Recorder(model)
+            self._source.run_unlabeled(chunks, mesh, batches, [*observers, recorder])
+            self._kept = recorder.finish()
             return
         for batch, last_input_SBH, hidden_SBH in self._kept:
             device = mesh.device.torch_device
@@ -208,7 +209,7 @@ class KeptTrunk:
             _run_heads(model, StreamedOutput(batch, output, on_device(last_input_SBH, device)), observers)
 
 
-class _Keeper:
+class _Recorder:
     """Keeps each micro-batch, the input of the last decoder layer, and the input of the final norm."""
 
     def __init__(self, model: GPTModel):

@@ -50,7 +50,7 @@ from swiftlite.families.mlp import Mlp
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.ranks import all_gather_rows
-from swiftlite.model.trunk import COMPUTED, KeptTrunk, TrunkLayers
+from swiftlite.model.trunk import COMPUTED, ReusedTrunk, TrunkLayers
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 from swiftlite.runtime.mesh import Mesh
 
@@ -103,8 +103,8 @@ def fit_heads(
     for chunk in chunks:
         chunk.eval()  # disables recomputation
     runner = trunk
-    if KeptTrunk.supports(chunks, mesh, batches, trunk):
-        runner = KeptTrunk(trunk)
+    if ReusedTrunk.supports(chunks, mesh, batches, trunk):
+        runner = ReusedTrunk(trunk)
     fit_kinds: list[type[_ProjectionFit] | type[_MlpFit]] = [_ProjectionFit, _MlpFit]
     if reason := why_no_mlp_fit(block):
         fit_kinds = [_ProjectionFit]

@@ -233,13 +233,13 @@ def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
 
 
 def test_kept_states_change_no_bit(tmp_path, mesh, monkeypatch):
-    """The first fit runs the trunk; the others use its states, unless these are larger than KEPT_GB."""
+    """The first fit runs the trunk; the others use its states, unless these are larger than REUSED_GB."""
     hf_model = resolve(make_tiny_hf(tmp_path / "hf", "llama", depth=0))
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()]
     batches = [collate(samples[start : start + 8], 0, num_drafts=2) for start in (0, 8, 16)]
     fitted, runs = [], []
-    for kept_gb in (trunk.KEPT_GB, 0.0):
-        monkeypatch.setattr(trunk, "KEPT_GB", kept_gb)
+    for kept_gb in (trunk.REUSED_GB, 0.0):
+        monkeypatch.setattr(trunk, "REUSED_GB", kept_gb)
         (model,) = chunks = open_model(
             hf_model, mesh, dtype=torch.float32, heads=Heads(DEPTH), mtp_init="fit_last_layer"
         )[0]
