@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     _handle_signals()
     try:
         code = _run(argv)
-        sys.stdout.flush()  # at exit, Python would report a closed pipe as an error
+        print(end="", flush=True)  # at exit, Python would report a closed pipe as an error
         return code
     except UserError as error:
         failure.report(error, error.exit_code, is_final=True)
@@ -298,11 +298,12 @@ def _reader_is_gone() -> bool:
 
     A connection to a server can be the broken pipe as well.
     """
+    stdout = 1  # sys.stdout is None if the process was started without stdout
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    poll.register(stdout, select.POLLOUT)
     is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
     if is_gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # Python flushes again at exit
     return is_gone
 
 

@@ -84,6 +84,12 @@ def test_help_of_a_command(swiftlite, command, flag):
     assert result.stdout.startswith(f"usage: swiftlite {command.words} ")
 
 
+def test_a_command_without_stdout_is_no_error(tmp_path):
+    line = f"{sys.executable} -m swiftlite --version >&-; echo $?"
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert (result.stdout, result.stderr) == ("0\n", "")
+
+
 @pytest.mark.parametrize("words", ["megatron sft --help", "doctor"])
 def test_a_reader_that_closes_early_is_no_error(tmp_path, words):
     """The exit code is that of programs which the signal SIGPIPE ends."""
