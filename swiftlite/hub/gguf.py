@@ -147,8 +147,9 @@ def _write_description(file: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
     if pre_tokenizer is not None:
         _change(directory / "tokenizer.json", pre_tokenizer=pre_tokenizer)
-        # Classes of one model, such as Qwen2Tokenizer, replace the pre-tokenizer of tokenizer.json by their own.
-        _change(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+        if _pieces_differ(directory):
+            # Classes of one model, such as Qwen2Tokenizer, replace the pre-tokenizer of tokenizer.json by their own.
+            _change(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
         if _pieces_differ(directory):
             logger.warning(
                 "%s: transformers divides text as the published models of %s do, and not by the file's "
