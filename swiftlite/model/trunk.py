@@ -153,7 +153,7 @@ class ComputedTrunk:
             output = forward(chunk, batch)
             return output, lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
 
-        # A micro-batch begins in `forward_step`, before the hook sees its input: observers can pair the two.
+        # `forward_step` announces a micro-batch before the hook sees its input, so observers can pair the two.
         last_layers: list[Any] = [chunk.decoder.layers[-1] for chunk in chunks if chunk.mtp_process]
         hooks = [layer.register_forward_pre_hook(see_input, with_kwargs=True) for layer in last_layers]
         run_batches(chunks, mesh, batches, forward_step, forward_only=True)
@@ -169,17 +169,13 @@ COMPUTED = ComputedTrunk()
 
 
 class ReusedTrunk:
-    """Runs the decoder layers of another source once, and keeps the states that heads and their fits read.
+    """A `ComputedTrunk` on one stage whose layers run once; the states that heads and their fits read are kept.
 
     The states of the trunk do not depend on the heads, so heads can be run again without the layers. The results are
     bitwise identical. Only `run_unlabeled` is needed for fits.
-
-    Args:
-        source: runs the decoder layers, which are in the model and on one stage.
     """
 
-    def __init__(self, source: TrunkLayers):
-        self._source = source
+    def __init__(self):
         self._kept: list[tuple[Batch, torch.Tensor, torch.Tensor]] = []
 
     @staticmethod
@@ -189,7 +185,8 @@ class ReusedTrunk:
             return False
         num_positions = sum(batch.position_ids_BS.numel() for batch in batches)
         state_bytes = chunks[0].config.hidden_size * next(chunks[0].parameters()).element_size()
-        return all_reduce_max(2 * num_positions * state_bytes, mesh) <= REUSED_GB * 1e9
+        # One decision for all ranks: experts exchange tokens within each forward pass.
+        return all_reduce_max(2 * num_positions * state_bytes, mesh, mesh.dp) <= REUSED_GB * 1e9
 
     def run_unlabeled(
         self, chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], observers: Sequence[TrunkObserver]
@@ -200,7 +197,7 @@ class ReusedTrunk:
         (model,) = chunks
         if not self._kept:
             recorder = _Recorder(model)
-            self._source.run_unlabeled(chunks, mesh, batches, [*observers, recorder])
+            COMPUTED.run_unlabeled(chunks, mesh, batches, [*observers, recorder])
             self._kept = recorder.finish()
             return
         for batch, last_input_SBH, hidden_SBH in self._kept:

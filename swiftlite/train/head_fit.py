@@ -104,7 +104,7 @@ def fit_heads(
         chunk.eval()  # disables recomputation
     runner = trunk
     if ReusedTrunk.supports(chunks, mesh, batches, trunk):
-        runner = ReusedTrunk(trunk)
+        runner = ReusedTrunk()
     fit_kinds: list[type[_ProjectionFit] | type[_MlpFit]] = [_ProjectionFit, _MlpFit]
     if reason := why_no_mlp_fit(block):
         fit_kinds = [_ProjectionFit]
