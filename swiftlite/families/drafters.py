@@ -41,7 +41,9 @@ def drafter_problems(hf_config: Mapping[str, Any]) -> list[str]:
         return [f"{DRAFTER_KEY} {clip(repr(declared), 80)} is not an object"]
     problems = []
     kind, layers = declared.get("kind"), declared.get("layers")
-    if not isinstance(kind, str) or kind not in DRAFTERS:
+    if kind == MTP:  # `layers` would be ignored
+        problems.append(f"{DRAFTER_KEY}: kind {MTP!r} is not declared here, but by the number of MTP layers")
+    elif not isinstance(kind, str) or kind not in DRAFTERS:
         problems.append(f"{DRAFTER_KEY}: kind {clip(repr(kind), 80)} is unknown; known: {', '.join(sorted(DRAFTERS))}")
     if type(layers) is not int or not 0 <= layers <= MAX_LAYERS:
         shown = clip(repr(layers), 80)

@@ -43,6 +43,9 @@ def test_types_of_rotary_embeddings_are_those_of_transformers():
         ("layer_types", [[]], "layer_types [[]]"),
         ("mlp_only_layers", 3, "mlp_only_layers 3"),
         ("vocab_size", "9" * 10**6, "vocab_size 1 10000000"),
+        ("drafter", 3, "drafter 3"),
+        ("drafter", {"kind": "a", "layers": 1}, "drafter 'a' mtp"),
+        ("drafter", {"kind": "mtp", "layers": 3}, "drafter 'mtp'"),
     ],
 )
 def test_what_no_model_has_is_one_line(key, value, problem):
