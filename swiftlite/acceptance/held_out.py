@@ -70,6 +70,7 @@ class HeldOut:
         max_length: the model's maximum length of prompt and answer.
         tokenizer: decodes answers; with None no answers are stored.
         extras: tensors that batches of the run contain, which the extras of prompts are collated to.
+        trunk_is_frozen: whether the continuations after training are those before it.
     """
 
     path: Path
@@ -81,6 +82,9 @@ class HeldOut:
     max_length: int
     tokenizer: PreTrainedTokenizerBase | None = None
     extras: Sequence[Extra] = ()
+    trunk_is_frozen: bool = False
+    _continued: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
+    """Prompts of this rank with the continuations of a frozen trunk, by number."""
 
     def measure(self, when: When, model: Chunks, evaluation: Mapping[str, float]) -> None:
         """Measure the model, and add the results under `when` to the file; collective.
@@ -129,7 +133,7 @@ class HeldOut:
         progress = _Progress(when, len(self.prompts))
         for numbers in self._batches():
             mine = numbers[ranks.rank() :: ranks.size()]
-            rows = [self._row(self.prompts[number]) for number in mine]
+            rows = [self._row(number) for number in mine]
             number_of = {id(row): number for row, number in zip(rows, mine, strict=True)}
             batch = GreedyRows(model, self.mesh, rows, self.eos_token_ids)
             unfinished, new_tokens = self._sum(batch.num_unfinished, 0)
@@ -142,6 +146,8 @@ class HeldOut:
                 continue
             for row, drafts_KS in batch.drafts(self.num_drafts):
                 number = number_of[id(row)]
+                if self.trunk_is_frozen:
+                    self._continued[number] = row.tokens
                 # Starts at the last token of the prompt, because nothing is drafted before.
                 steps = list(draft_steps(drafts_KS, torch.tensor(row.tokens[row.first - 1 :]), 1))
                 counts[self.prompts[number].channel] += count_steps(steps, self.num_drafts)
@@ -149,9 +155,14 @@ class HeldOut:
                     answers[number] = written_tokens(row.tokens[row.first :], steps)
         return self._assemble(counts, answers)
 
-    def _row(self, prompt: Prompt) -> GreedyRow:
+    def _row(self, number: int) -> GreedyRow:
+        prompt = self.prompts[number]
         items = PromptItems.of(prompt.token_ids, prompt.extras, self.extras)
-        return GreedyRow.of(prompt.token_ids, self.max_new_tokens, self.max_length, items)
+        row = GreedyRow.of(prompt.token_ids, self.max_new_tokens, self.max_length, items)
+        if number in self._continued:
+            # One pass over known tokens instead of one per token. It predicts the last token, which ends the row.
+            row.tokens = self._continued[number][:-1]
+        return row
 
     def _assemble(
         self, counts: Mapping[str, DraftCounts], answers: Mapping[int, Sequence[WrittenToken]]

@@ -784,7 +784,7 @@ class RegenerationArgs:
     openings_share: bounds.PositiveFraction = 1.0
     """With --openings: share of the conversations of --self_prompts that start with an opening."""
     max_prompt_tokens: bounds.PositiveInt = 256
-    """Maximum length of a user turn of --self_prompts in tokens; longer ones are dropped."""
+    """Maximum length of a user turn of --self_prompts in tokens; a longer one ends after a complete sentence."""
     output_dir: str = ""
     """Directory for dataset.jsonl, report.json and the answers; the same command resumes from these."""
     num_answers: bounds.PositiveInt = 1

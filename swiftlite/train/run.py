@@ -412,6 +412,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
         max_length=run.hf_model.max_length,
         tokenizer=run.tokenizer,
         extras=run.batches.extras,
+        trunk_is_frozen=run.train_state.trainable.freezes_trunk,
     )
 
 

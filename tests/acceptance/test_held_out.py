@@ -145,6 +145,23 @@ def test_nothing_is_computed_twice_and_logits_are_made_where_they_are_read(mesh,
     assert len(tokens) == NEW_TOKENS
 
 
+def test_continuations_of_a_frozen_trunk_are_not_computed_twice(mesh, tmp_path, model, prompts):
+    passes = []
+    model.decoder.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    measured = make_held_out(mesh, tmp_path / "acceptance.json", prompts, trunk_is_frozen=True)
+    measured.measure("before", [model], {})
+    with torch.no_grad():
+        model.mtp.layers[0].eh_proj.weight.zero_()
+    passes.clear()
+    measured.measure("after", [model], {})
+    assert len(passes) == 1
+    trained = make_held_out(mesh, tmp_path / "trained.json", prompts)
+    trained.measure("after", [model], {})
+    assert len(passes) == 1 + NEW_TOKENS
+    before, after = (read_acceptance(tmp_path / "acceptance.json")[when]["generated"] for when in ("before", "after"))
+    assert after == read_acceptance(tmp_path / "trained.json")["after"]["generated"] != before
+
+
 def test_progress_is_told(mesh, tmp_path, model, prompts, monkeypatch, caplog):
     caplog.set_level("INFO", logger="swiftlite")
     generated(mesh, tmp_path / "quick", model, prompts)

@@ -6,7 +6,7 @@ This module uses no engine and no file; `self_prompts.py` generates the messages
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from swiftlite.data.near_duplicates import near_duplicates
@@ -15,6 +15,8 @@ from swiftlite.data.user_turn import CHANNEL
 from swiftlite.improve.regenerate.steering import Steering
 
 MIN_CHARACTERS = 10
+_COMPLETE = re.compile(r"""([!?…。！？]|(?<!\d)\.)["'”’)\]*`]*(?=\s)|[。！？]|\n""")
+"""The end of a sentence or a line. A number with a dot begins a line of a list."""
 
 Role = Literal["user", "assistant"]
 Reason = Literal["truncated", "with special tokens", "too short", "near-duplicates"]
@@ -142,6 +144,8 @@ class SelfDialogues:
             message = self.written.get((conversation, position))
             if message is None:
                 break
+            if self.role(position) == "user" and message.finish_reason == "length":
+                message = replace(message, text=complete_sentences(message.text))
             messages.append(message)
         return messages
 
@@ -155,18 +159,27 @@ class SelfDialogues:
     def _problem(self, message: WrittenMessage, position: int, opening: str) -> Reason | None:
         """Return why a message makes its conversation unusable; None if it does not.
 
-        An answer of the model may be truncated, a user turn may not.
+        An answer of the model may be truncated. A truncated user turn needs a complete sentence.
         """
         text = message.text.strip()
         if self.role(position) == "assistant":
             return None if text else "too short"
-        if message.finish_reason == "length":
-            return "truncated"
         if self._special_token.search(text):
             return "with special tokens"
-        if len(text) < MIN_CHARACTERS or text == opening:
-            return "too short"
+        if len(text) < MIN_CHARACTERS or opening.startswith(text):
+            return "truncated" if message.finish_reason == "length" else "too short"
         return None
+
+
+def complete_sentences(text: str) -> str:
+    """Return a truncated text up to its last complete sentence or line; "" if it has none.
+
+    Example: "Name two birds. Are they" becomes "Name two birds."
+    """
+    end = 0
+    for match in _COMPLETE.finditer(text):
+        end = match.end()
+    return text[:end].strip()
 
 
 def _conversation(system: str | None, written: Sequence[WrittenMessage]) -> list[Message]:

@@ -28,7 +28,10 @@ from swiftlite.serve.answers import AnswersFile, describe
 from swiftlite.serve.infer import decode, logs_how_to_resume
 
 PROMPTS = "prompts.jsonl"
-TEMPERATURE, TOP_P = 1.0, 0.95
+TEMPERATURE = 0.8
+"""Temperature of user turns. With SmolLM2-135M-Instruct and 192 conversations, heads that were fitted to the answers
+accepted 24.4 % of the first drafts on scripts/results/prompts.jsonl; at temperature 1.0 and top-p 0.95, where small models
+write more nonsense, 22.8 %; at 0.6 24.2 %. Without top-p, vLLM on a CPU sorts no logits, a third of the time."""
 
 
 class SelfPromptWriter:
@@ -58,7 +61,7 @@ class SelfPromptWriter:
                 self._names.append(f"prompt {number + 1} message {position + 1}")
         stops = (self._user_turn.end_token_id, *sampling.stop_token_ids)
         self._sampling = {
-            "user": Sampling(args.max_prompt_tokens, TEMPERATURE, TOP_P, args.seed, stop_token_ids=stops),
+            "user": Sampling(args.max_prompt_tokens, TEMPERATURE, seed=args.seed, stop_token_ids=stops),
             "assistant": sampling,
         }
         # The first conversations with each topic and each opening; the next ones begin in the same ways.

@@ -68,6 +68,11 @@ def bench_seconds(budget: float, spent: float, later: float = 0.0) -> float:
     return max(budget - spent - later - STARTS, MIN_BENCH)
 
 
+def other_seconds(budget: float) -> float:
+    """Return the seconds for the measurements of an engine that is only compared."""
+    return min(0.03 * budget, 30.0)
+
+
 def first_round(budget: float, largest: int | None = None, seconds_per_prompt: float = 0.0) -> int:
     """Return the number of prompts of the first round. Its duration also shows how fast the machine is.
 

@@ -28,7 +28,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.improve.speedup import budget
 from swiftlite.improve.speedup.dataset import RoundRows
 from swiftlite.improve.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
-from swiftlite.improve.speedup.plan import ANSWERS, HELD_OUT, OTHER_SECONDS, Commands
+from swiftlite.improve.speedup.plan import ANSWERS, HELD_OUT, Commands
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result
 from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
 from swiftlite.improve.speedup.state import MODEL, Progress
@@ -148,11 +148,13 @@ class _Speedup:
             number += 1
         best = self._progress.best
         accepted = self._progress.acceptance[best]
-        later = 2.0 * OTHER_SECONDS * len(self._commands.other_engine())  # each command also starts
+        other_seconds = budget.other_seconds(self._budget)
+        other = self._commands.other_engine(other_seconds)
+        later = 2.0 * other_seconds * len(other)  # each command also starts
         seconds = budget.bench_seconds(self._budget, self._progress.spent, later)
         self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds))
         try:
-            for step in self._commands.other_engine():
+            for step in other:
                 self._run_bench(step)
         except UserError as error:
             logger.warning("%s is not compared: %s", LLAMACPP.label, error.problem)

@@ -24,9 +24,12 @@ LR_OF_TRAINED_HEADS = "3e-4"
 FEW_PROMPTS = 192
 """Number of prompts up to which new heads are only fitted, because the time is better spent on more answers. With the
 answers to 88 prompts, an epoch of a minute left the share of accepted first drafts at 17.5 %. In another measurement,
-with the answers to 119 prompts and the fit alone, it was 23.4 % on scripts/results/prompts.jsonl."""
+with the answers to 185 prompts and the fit alone, it was 24.4 % on scripts/results/prompts.jsonl."""
 LR_AFTER_FIT = "1e-5"
 """Learning rate of the one step that a run has to have."""
+MAX_PROMPT_TOKENS = 64
+"""Maximum length of a prompt that the model writes; a longer one ends after a complete sentence. Most have fewer than 40
+tokens. With 256, a sixth of the prompts took 40 % of the generated tokens, and the last ones small batches."""
 MIN_BENCH_PROMPTS = 16
 """Minimum number of prompts of `bench`; with fewer, the speed varies too much."""
 MIN_ACCEPTED = 0.08
@@ -36,8 +39,6 @@ BENCH_TOKENS = 64
 """Maximum length of an answer in `bench`."""
 GGUF_TYPE = "q8_0"
 """Type of the weights with which llama.cpp is compared."""
-OTHER_SECONDS = 30
-"""Time for the measurements of llama.cpp."""
 HELD_OUT = "held_out.jsonl"
 ROWS = "rows.jsonl"
 """File of a round with its rows of --dataset."""
@@ -77,10 +78,8 @@ class Commands:
             words += ["--self_prompts", str(prompts - num_rows)]
             # Prompts with an opening are of more kinds: heads that are fitted to them accept more drafts.
             words += ["--openings", "builtin"]
-            # The default is 256 tokens. Of 110 prompts, 17 were then truncated and dropped, with 40 % of the generated
-            # tokens, and the engine computed the last ones in small batches.
-            words += ["--max_prompt_tokens", str(args.max_new_tokens)]
-        words += ["--max_new_tokens", str(args.max_new_tokens), "--max_batch_size", "64"]
+            words += ["--max_prompt_tokens", str(MAX_PROMPT_TOKENS)]
+        words += ["--max_new_tokens", str(args.max_new_tokens), "--max_batch_size", "128"]
         words += ["--seed", str((args.seed + first) % 2**32), *self._system(), "--output_dir", str(output)]
         return CommandStep(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
 
@@ -156,9 +155,12 @@ class Commands:
         words += ["--max_new_tokens", str(BENCH_TOKENS), *self._system(), "--output_dir", str(output)]
         return CommandStep(f"{name}/bench", tuple(words), output / "bench.json")
 
-    def other_engine(self) -> list[CommandStep]:
+    def other_engine(self, seconds: float) -> list[CommandStep]:
         """Return the commands that measure llama.cpp on a machine without a GPU, where it is often the fastest engine.
         It serves --model with 8-bit weights, or the file if --model is one, with and without drafts from the text.
+
+        Args:
+            seconds: time for the measurements.
 
         Returns:
             An empty list if llama.cpp cannot be compared. The last command is `bench`.
@@ -178,7 +180,7 @@ class Commands:
             steps.append(CommandStep(f"{engine.name}/export", tuple(words), file, is_atomic=True))
         words = ["bench", "--model", str(file), "--val_dataset", str(self.directory / HELD_OUT)]
         words += ["--infer_backend", engine.name, "--speculative", "ngram", "--num_speculative_tokens", "0", "3"]
-        words += [*self._load(), "--rounds", "1", "--max_seconds", str(OTHER_SECONDS)]
+        words += [*self._load(), "--rounds", "1", "--max_seconds", str(round(seconds))]
         words += ["--max_new_tokens", str(BENCH_TOKENS), *self._system()]
         words += ["--output_dir", str(directory / "bench")]
         return [*steps, CommandStep(f"{engine.name}/bench", tuple(words), directory / "bench" / "bench.json")]

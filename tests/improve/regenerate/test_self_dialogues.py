@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftlite.improve.regenerate.self_dialogues import SelfDialogues, WrittenMessage
+from swiftlite.improve.regenerate.self_dialogues import SelfDialogues, WrittenMessage, complete_sentences
 from swiftlite.improve.regenerate.steering import Steering
 
 SPECIAL = re.compile(r"<\|im_start\|>|<\|im_end\|>")
@@ -37,6 +37,7 @@ def test_usable_prompts_are_kept_in_order():
     ("text", "finish_reason", "reason"),
     [
         (QUESTIONS[1], "length", "truncated"),
+        ("1. Ask\n", "length", "truncated"),
         ("What?<|im_start|>assistant", "stop", "with special tokens"),
         ("  Hi!  ", "stop", "too short"),
         ("what is a LIGHTHOUSE for", "stop", "near-duplicates"),
@@ -51,6 +52,27 @@ def test_each_dropped_prompt_is_counted_once(text, finish_reason, reason):
     assert result.dropped == {reason: 1}
     assert "2 of 3" in str(result)
     assert reason in str(result)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("Name two birds. Are they", "Name two birds."),
+        ('He said "Where?" and then left', 'He said "Where?"'),
+        ("Sort these:\n1. pears\n2. app", "Sort these:\n1. pears"),
+        ("What is 3.5 times two", ""),
+        ("把下面的句子翻译成英语。你好，世", "把下面的句子翻译成英语。"),
+    ],
+)
+def test_a_truncated_prompt_ends_after_a_complete_sentence(text, kept):
+    assert complete_sentences(text) == kept
+
+
+def test_a_truncated_prompt_is_kept_without_its_last_sentence():
+    written = dialogues(number=1)
+    write(written, f"{QUESTIONS[0]} And if there were no", finish_reason="length")
+    (chat,) = written.select().conversations
+    assert chat.messages == [{"role": "user", "content": QUESTIONS[0]}]
 
 
 def test_user_and_assistant_write_in_turn():

@@ -112,17 +112,18 @@ def test_llamacpp_is_measured_where_it_can_serve_the_model(make_commands, monkey
         file = tmp_path / "model.gguf"
         file.touch()
         commands = replace(commands, args=replace(commands.args, model=str(file)))
-    *exports, bench = commands.other_engine()
+    *exports, bench = commands.other_engine(14.4)
     assert len(exports) == (0 if is_file else 1)
     if exports:
         assert options_of(exports[0]).gguf_type == "q8_0"
         assert exports[0].result.name == "gguf-q8_0.gguf"
     args = options_of(bench)
     assert (args.infer_backend, args.speculative) == ("llamacpp", "ngram")
+    assert args.max_seconds == 14
     assert args.model == str(file if is_file else exports[0].result)
-    assert make_commands(infer_backend="llamacpp").other_engine() == []
+    assert make_commands(infer_backend="llamacpp").other_engine(30) == []
     monkeypatch.setattr("swiftlite.improve.speedup.plan.sees_gpu", lambda: True)
-    assert commands.other_engine() == []
+    assert commands.other_engine(30) == []
 
 
 @pytest.mark.parametrize(("engine", "draft_vocab"), [("vllm", 8192), ("llamacpp", None)])
