@@ -29,9 +29,10 @@ from swiftlite.serve.infer import decode, logs_how_to_resume
 
 PROMPTS = "prompts.jsonl"
 TEMPERATURE = 0.8
-"""Temperature of user turns. With SmolLM2-135M-Instruct and 192 conversations, heads that were fitted to the answers
-accepted 24.4 % of the first drafts on scripts/results/prompts.jsonl; at temperature 1.0 and top-p 0.95, where small models
-write more nonsense, 22.8 %; at 0.6 24.2 %. Without top-p, vLLM on a CPU sorts no logits, a third of the time."""
+"""Temperature of user turns. Of the first drafts of heads that were fitted to 192 conversations of
+SmolLM2-135M-Instruct, 24.4 % were accepted on scripts/results/prompts.jsonl; at 0.6 24.2 %; at temperature 1.0 and
+top-p 0.95, where small models write more nonsense, 22.8 %. Top-p sorts all logits, which took vLLM on a CPU a third of
+the time."""
 
 
 class SelfPromptWriter:

@@ -150,7 +150,7 @@ class _Speedup:
         accepted = self._progress.acceptance[best]
         other_seconds = budget.other_seconds(self._budget)
         other = self._commands.other_engine(other_seconds)
-        later = 2.0 * other_seconds * len(other)  # each command also starts
+        later = (other_seconds + budget.START_OF_OTHER) * len(other)
         seconds = budget.bench_seconds(self._budget, self._progress.spent, later)
         self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds))
         try:

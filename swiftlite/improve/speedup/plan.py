@@ -28,8 +28,8 @@ with the answers to 185 prompts and the fit alone, it was 24.4 % on scripts/resu
 LR_AFTER_FIT = "1e-5"
 """Learning rate of the one step that a run has to have."""
 MAX_PROMPT_TOKENS = 64
-"""Maximum length of a prompt that the model writes; a longer one ends after a complete sentence. Most have fewer than 40
-tokens. With 256, a sixth of the prompts took 40 % of the generated tokens, and the last ones small batches."""
+"""Maximum length of a prompt that the model writes; a longer one ends after a complete sentence. Most have fewer than
+40 tokens. With 256, a sixth of the prompts took 40 % of the generated tokens, the last ones in small batches."""
 MIN_BENCH_PROMPTS = 16
 """Minimum number of prompts of `bench`; with fewer, the speed varies too much."""
 MIN_ACCEPTED = 0.08
@@ -101,7 +101,7 @@ class Commands:
         if sum(rounds) <= FEW_PROMPTS and not base:
             words += f"--train_iters 1 --lr {LR_AFTER_FIT}".split()
         else:
-            words += "--num_train_epochs 3".split()
+            words += ["--num_train_epochs", "3", "--cache_trunk_states", str(directory / "states")]
         # The same number of tokens in each round, because `Progress.best` compares rounds.
         words += f"--acceptance_samples {NUM_HELD_OUT} --acceptance_max_new_tokens 32".split()
         words += "--save_steps 100 --save_total_limit 1".split()
@@ -114,8 +114,7 @@ class Commands:
             words += ["--lr", LR_OF_TRAINED_HEADS if base == MODEL else LR_OF_ROUNDS]
         elif self.model.config["vocab_size"] > DRAFT_VOCAB and engine.supports_draft_vocab:
             words += ["--draft_vocab", str(DRAFT_VOCAB)]
-        words += ["--cache_trunk_states", str(directory / "states"), "--resume", "true"]
-        words += ["--output_dir", str(output)]
+        words += ["--resume", "true", "--output_dir", str(output)]
         return CommandStep(f"round-{number}/training", tuple(words), output / "run_report.json")
 
     def export(self, number: int) -> CommandStep:

@@ -74,8 +74,10 @@ def test_training_fits_the_model(make_commands):
     assert (small.mtp_mode, small.mtp_unroll, small.draft_vocab) == ("heads_only", 3, None)
     assert small.lr is None  # that of new heads
     assert small.num_train_epochs == 3
-    assert options_of(commands.training([128], "")).train_iters == 1  # the heads are only fitted
-    assert options_of(make_commands(depth=1).training([128], "model")).train_iters is None
+    fitted, trained = commands.training([128], ""), make_commands(depth=1).training([128], "model")
+    assert (options_of(fitted).train_iters, options_of(fitted).cache_trunk_states) == (1, None)
+    assert options_of(trained).train_iters is None
+    assert options_of(trained).cache_trunk_states
     large = make_commands(vocab_size=10_000)
     assert options_of(large.training([128], "")).draft_vocab == 8192
     later = options_of(large.training([128, 500], "round-1"))
