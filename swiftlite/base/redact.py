@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 HIDDEN = "***"
-_NAME = r"[\w-]*(?:api[_-]?keys?|token|secret|password|passwd|credentials?)"
-_STRING = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
-# "api_key": VALUE, in JSON or Python.
-_IN_DICT = rf"""["']{_NAME}["']\s*:\s*)({_STRING}|\[(?:{_STRING}|[^\]"'])*\]|\[[^\]]*\]?|[^\s,}}"']+"""
+_NAME = r"[\w-]*(?:(?:api|access|private|secret)[_-]?keys?|token|secret|password|passwd|credentials?)"
+_STRING = r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'"""
+# "api_key": VALUE, in JSON or Python; {api_key: VALUE, which a shell leaves of it without quotes.
+_IN_DICT = (
+    rf"""(?:["']{_NAME}["']|[{{,]\s*{_NAME})\s*:\s*)({_STRING}|\[(?:{_STRING}|[^\]"'])*\]|\[[^\]]*\]?|[^\s,}}"']+"""
+)
 # --api-key VALUE, --hf_token=VALUE, API_KEY=VALUE; parts of a shell word can be quoted: 'it'"'"'s'.
-_IN_SHELL = rf"""(?:--{_NAME}(?:=|\s+)|\b{_NAME}=))((?:{_STRING}|[^\s"'])+"""
+_IN_SHELL = rf"""(?:--{_NAME}(?:=|[ \t]+)|\b{_NAME}=))((?:{_STRING}|[^\s"'])+"""
 _IN_TEXT = tuple(re.compile(f"({pattern})", re.IGNORECASE) for pattern in (_IN_DICT, _IN_SHELL))
 _UNTOLD = ("null", "none", "true", "false")
 _SHORTEST = 4

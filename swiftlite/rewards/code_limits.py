@@ -24,8 +24,10 @@ _EXECUTE, _WRITE_FILE, _READ = 1 << 0, 1 << 1, 1 << 2 | 1 << 3
 _CHANGE = _WRITE_FILE | 0x1FF0  # also create and remove files of all kinds
 _SCOPED = 3  # no abstract sockets and no signals out of the process and its children
 _CAP_DAC_READ_SEARCH, _CAPABILITY_VERSION = 2, 0x20080522
-SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/sys", "/proc", "/nix", "/opt/conda")
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sys", "/proc", "/nix", "/opt/conda")
 """Directories that Python and its libraries read."""
+SETTINGS = ("ld.so.cache", "localtime", "passwd", "group", "hosts", "resolv.conf", "nsswitch.conf", "mime.types", "ssl")
+"""Files in /etc that Python and its libraries read; others, such as shadow, contain secrets."""
 
 
 def limit_resources(cpu_seconds: int) -> None:
@@ -75,8 +77,9 @@ def _drop_root(directory: str) -> None:
     Limits of processes do not hold for root, and root can send signals to the trainer. In a container whose root cannot
     read the files of this Python as another user, the process stays root without capabilities.
     """
-    kept = _permitted() & 1 << _CAP_DAC_READ_SEARCH
-    if kept or all(map(_is_public, (sys.prefix, sys.base_prefix))):
+    is_public = all(map(_is_public, (sys.prefix, sys.base_prefix)))
+    kept = 0 if is_public else _permitted() & 1 << _CAP_DAC_READ_SEARCH
+    if kept or is_public:
         user = FIRST_USER + os.getpid()
         with suppress(OSError):  # a container may have no such user
             os.chown(directory, user, user)
@@ -128,7 +131,7 @@ def _restrict_files(directory: str) -> None:
     size = 24 if version >= 6 else 8
     rules = libc.syscall(_CREATE_RULESET, ruleset, ctypes.c_size_t(size), 0)
     of_python = {sys.prefix, sys.base_prefix, *sys.path}
-    for path in (*SYSTEM, *of_python):
+    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *of_python):
         _allow(libc, rules, path, _READ | _EXECUTE)
     _allow(libc, rules, directory, handled)
     is_file = handled & (_WRITE_FILE | 1 << 2 | 1 << 14)

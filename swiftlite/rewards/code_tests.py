@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.rewards.workers import num_processes
@@ -57,7 +58,7 @@ def code(settings: RewardSettings, /, completions: Sequence[str], tests: Sequenc
 
 def _num_passed(program: str, tests: Sequence[str], seconds: float) -> int:
     """Run a program and its tests, and return how many of the tests pass."""
-    with tempfile.TemporaryDirectory(prefix="swiftlite-code-", ignore_cleanup_errors=True) as directory:
+    with _directory() as directory:
         process = subprocess.Popen(
             [sys.executable, "-I", str(RUNNER), str(os.getpid()), str(seconds)],
             stdin=subprocess.PIPE,
@@ -76,6 +77,37 @@ def _num_passed(program: str, tests: Sequence[str], seconds: float) -> int:
         finally:
             _kill_group(process)
     return min(output.count(b"+"), len(tests))
+
+
+@contextmanager
+def _directory() -> Iterator[str]:
+    """Create an empty directory, and remove it with what a program has written."""
+    directory = Path(tempfile.mkdtemp(prefix="swiftlite-code-"))
+    try:
+        yield str(directory)
+    finally:
+        with suppress(OSError):
+            _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory of any depth.
+
+    `shutil.rmtree` is recursive in Python 3.11, and the length of a path is limited. So each directory inside is first
+    moved to the top.
+    """
+    waiting = [directory]
+    while waiting:
+        current = waiting.pop()
+        for path in list(current.iterdir()):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+                continue
+            path.chmod(0o700)
+            waiting.append(path.rename(directory / uuid4().hex))
+        if current != directory:
+            current.rmdir()
+    directory.rmdir()
 
 
 def _kill_group(process: subprocess.Popen) -> None:

@@ -137,33 +137,29 @@ def _check_length(settings: RewardSettings) -> None:
 def json_schema(settings: RewardSettings, /, completions: Sequence[str], schema: Sequence[Any]) -> Scores:
     """Return 1 if a completion is JSON that is valid under the row's schema, otherwise 0.
 
-    The JSON is the last block of code after `</think>`, or the whole text if there is no block.
+    The JSON is the last block of code after `</think>`, or the whole text if there is no block. The score is 0 if the
+    validation takes longer than `answer_timeout`.
 
     Raises:
-        ValueError: a schema is not JSON.
+        ValueError: a schema is not JSON, or has a reference to another one.
         jsonschema.SchemaError: a schema is invalid.
     """
-    return [
-        None if row is None else _fits_schema(code_block(_answer_of(text)), row)
-        for text, row in zip(completions, schema, strict=True)
-    ]
+    from swiftlite.rewards.schema import check_schema
 
-
-def _fits_schema(text: str, schema: Any) -> float:
-    from jsonschema.exceptions import ValidationError
-    from jsonschema.validators import validator_for
-    from referencing import Registry
-
-    if isinstance(schema, str):
-        schema = json.loads(schema)
-    validator = validator_for(schema)
-    validator.check_schema(schema)
-    try:
-        # An empty registry, because the default one downloads the schemas that `$ref` names.
-        validator(schema, registry=Registry()).validate(json.loads(text))
-    except (ValueError, RecursionError, ValidationError):
-        return 0.0
-    return 1.0
+    schemas = [json.loads(row) if isinstance(row, str) else row for row in schema]
+    pairs = []
+    for text, row in zip(completions, schemas, strict=True):
+        if row is not None:
+            check_schema(row)
+            pairs.append((code_block(_answer_of(text)), row))
+    found = iter(map_in_time("swiftlite.rewards.schema", "fits_schema", pairs, settings.answer_timeout, late=0.0))
+    scores: Scores = []
+    for row in schemas:
+        score = None if row is None else next(found)
+        if isinstance(score, str):
+            raise ValueError(f"a schema cannot be used: {score}")
+        scores.append(score)
+    return scores
 
 
 def _check_code(settings: RewardSettings) -> None:
@@ -192,6 +188,7 @@ REWARDS = {
         "1 if the completion is JSON that is valid under the row's schema",
         columns=("schema",),
         package="jsonschema",
+        seconds=lambda settings: settings.answer_timeout,
     ),
     "code": Reward(
         code,

@@ -16,7 +16,7 @@ class RewardSettings:
             a fifth of `max_completion_length` if None, as in DAPO.
         allow_code: whether `code` may run Python that the model wrote.
         code_timeout: seconds that the tests of one completion may take, for `code`.
-        answer_timeout: seconds that the comparison of one answer may take, for `accuracy`.
+        answer_timeout: seconds that the comparison of one answer may take, for `accuracy` and `json_schema`.
     """
 
     timeout: float = 60.0

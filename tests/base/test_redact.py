@@ -36,6 +36,9 @@ def test_options():
         "{'api_key': ['x', 'SECRET..., input_type=dict]",  # shortened
         shlex.join(["--api-key", "SECRET SECRET"]),
         shlex.join(["--api-key", "SECRET'SECRET"]),
+        "{api_key:SECRET}",
+        "{max_tokens: 5, api_key: SECRET",
+        "--secret-access-key SECRET",
         "HF_TOKEN=SECRET VLLM_API_KEY='SECRET x' python",
         "Input should be a string [input_value={'hf-token': 'SECRET'}]",
     ],
@@ -53,6 +56,8 @@ def test_lines(line):
         '{"stop_token_ids": [1], "max_tokens": 3}',
         '{"use_auth_token": true, "api_key": null}',
         "acceptance on --val_dataset: 5.0 %",
+        "--api-key\n  is unknown",
+        "no end token: 5",
     ],
 )
 def test_lines_without_a_secret_are_left(line):

@@ -1,5 +1,6 @@
 """Test the reward function `code`, which runs Python that a model wrote."""
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -53,10 +54,18 @@ def test_the_fraction_of_tests_that_pass(tests, expected):
         "import os; os.kill(os.getpid(), 9)",
         "print('+' * 1000)",
         "x = bytearray(4 * 1024**3); add = lambda a, b: 3",
+        "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')",
     ],
 )
-def test_a_program_that_fails_passes_no_test(program):
+def test_a_program_that_fails_passes_no_test(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert score(program, ["assert add(1, 2) == 3"]) == 0.0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_does_not_end_the_loops_of_a_test():
+    program = "def f(x): raise StopIteration\ndef g():\n    yield 1\n    yield 2"
+    assert score(program, ["assert all(a == 1 for a in map(f, [1, 2]))", "assert list(g()) == [1, 2]"]) == 0.5
 
 
 def test_a_test_that_does_not_return_keeps_the_tests_before():

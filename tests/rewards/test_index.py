@@ -83,7 +83,12 @@ def test_length_requires_valid_lengths(settings, tokens):
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0},
+        "height": {"type": "number", "multipleOf": 0.01},
+        "code": {"type": "string", "pattern": "^(a+)+$"},
+    },
     "required": ["name"],
     "additionalProperties": False,
 }
@@ -100,6 +105,10 @@ SCHEMA = {
         ('{"age": 36}', 0.0),
         ('Here it is: {"name": "Ada"}', 0.0),
         ('{"name": "Ada"', 0.0),
+        ('{"name": "Ada", "height": 1.5}', 1.0),
+        ('{"name": "Ada", "height": NaN}', 0.0),
+        ('{"name": "Ada", "height": 1e999}', 0.0),
+        ('{"name": "Ada", "code": "' + "a" * 40 + '!"}', 0.0),
         ("[" * 100_000, 0.0),
         ("", 0.0),
     ],
@@ -107,7 +116,8 @@ SCHEMA = {
 def test_json_schema(text, score):
     pytest.importorskip("jsonschema")
     rows = [SCHEMA, json.dumps(SCHEMA), None]
-    assert json_schema(SETTINGS, completions=[text] * 3, schema=rows) == [score, score, None]
+    settings = replace(SETTINGS, answer_timeout=2.0)
+    assert json_schema(settings, completions=[text] * 3, schema=rows) == [score, score, None]
 
 
 @pytest.mark.parametrize("schema", [{"type": "no type"}, "{", {"$ref": "http://localhost:9/schema.json"}])

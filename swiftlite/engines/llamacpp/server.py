@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
 def command(model: HfModel, torch_dtype: str, options: Mapping[str, Any]) -> list[str]:
     """Return the words of a command that converts a model and serves it."""
     launch = [sys.executable, "-m", "swiftlite.engines.llamacpp.launch"]
-    return [*launch, model.name, torch_dtype, *flags(options)]
+    name = model.name
+    if Path(name).exists():  # --dry_run prints the command, which may run in another directory
+        name = str(Path(name).absolute())
+    return [*launch, name, torch_dtype, *flags(options)]
 
 
 @dataclass(frozen=True)
