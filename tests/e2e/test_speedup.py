@@ -73,7 +73,8 @@ def test_killed_at_random_moments(commands: Commands, speedup: list[str]):
     commands.ok(*whole)
     assert results(out) == results(commands.directory / "whole")
     progress = json.loads((out / "speedup.json").read_text())
-    assert progress["rounds"] == [128]
+    assert progress["rounds"] == json.loads((commands.directory / "whole/speedup.json").read_text())["rounds"]
+    assert len(progress["rounds"]) == 1
     assert {"round-1/answers", "round-1/training", "round-1/export"} <= progress["seconds"].keys()
     best = max(progress["acceptance"], key=lambda name: sum(progress["acceptance"][name]))
     assert json.loads((out / best / "bench" / "bench.json").read_text())["complete"]
