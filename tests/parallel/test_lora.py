@@ -48,7 +48,6 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
 CHOSEN = {
     ("qwen2", "lora"): LAYOUTS["qwen2", "lora"],
     ("deepseek_v3", "dora"): ["ETP2xTP2"],
-    ("phi3", "lora"): LAYOUTS["phi3", "lora"],
 }
 PLACES = CASES | {
     "PP2 recomputed": Layout(2, CASES["PP2"].options | FULL["uniform 2"]),

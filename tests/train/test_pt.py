@@ -39,7 +39,7 @@ def options(hf_dir, tmp_path):
         lr=1e-3,
         lr_decay_style="constant",
         acceptance_samples=3,
-        acceptance_max_new_tokens=4,
+        acceptance_max_new_tokens=2,
         report_to=[],
     )
     return lambda **changed: replace(usual, **changed)
@@ -56,7 +56,7 @@ def train(args: PtArgs, mesh) -> tuple[phases.Run, float]:
 
 
 def test_packed_documents_learn_as_each_alone(options, mesh):
-    run, before = train(options(), mesh)
+    run, before = train(options(train_iters=1), mesh)
     rows = [{sample.source for sample in row} for row in run.rows]
     assert max(map(len, rows)) >= 3
     pieces = [sample.source for sample in run.data.train]
@@ -82,6 +82,7 @@ def test_packed_documents_learn_as_each_alone(options, mesh):
 
 def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path):
     together = {"streaming": True, "sequence_packing_scheduler": "dp_balanced", "lr_warmup_fraction": 0.0}
+    together |= {"acceptance_samples": 0}
     unbroken, _ = train(options(output_dir=str(tmp_path / "unbroken"), **together), mesh)
     stopped = options(output_dir=str(tmp_path / "stopped"), train_iters=2, **together)
     train(stopped, mesh)
