@@ -54,9 +54,17 @@ def computed(request, tmp_path_factory) -> Computed:
     models = {model: parity.make_model(root / "-".join(map(str, model)), *model) for model in CHOSEN}
     jobs: dict[int, dict[tuple[Model, str], Job]] = {}
 
-    def add(num_processes: int, model: Model, name: str, options: dict[str, Any], **more: Any) -> Job:
+    def add(
+        num_processes: int,
+        model: Model,
+        name: str,
+        options: dict[str, Any],
+        first: int = 1,
+        last: int = LAST,
+        **more: Any,
+    ) -> Job:
         out_dir = root / "runs" / "-".join(map(str, (*model, name)))
-        job = Job(models[model], out_dir, options, **{"steps": (1, LAST)} | more)
+        job = Job(models[model], out_dir, options, (first, last), **more)
         jobs.setdefault(num_processes, {})[model, name] = job
         return job
 
@@ -76,13 +84,13 @@ def computed(request, tmp_path_factory) -> Computed:
         add(num_processes, model, f"{layout} {name}", BALANCED | options | RECOMPUTE[name])
     for layout in RESUMED:
         num_processes, options = LAYOUTS[layout]
-        stopped = add(num_processes, QWEN3, f"{layout} stopped", BALANCED | options, steps=(1, SAVED_AT), save=True)
+        stopped = add(num_processes, QWEN3, f"{layout} stopped", BALANCED | options, last=SAVED_AT, save=True)
         add(  # computed after it: in order, in the same start of processes
             num_processes,
             QWEN3,
             f"{layout} resumed",
             BALANCED | options,
-            steps=(SAVED_AT + 1, LAST),
+            first=SAVED_AT + 1,
             resume=stopped.out_dir / f"checkpoint-{SAVED_AT}",
         )
     results = {}

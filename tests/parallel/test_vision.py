@@ -97,7 +97,7 @@ def computed(request, tmp_path_factory) -> dict[tuple[str, str], Result]:
 
 LAYOUTS = [(family, name) for family, names in CHOSEN.items() for name in names]
 SLOW_LAYOUTS = (
-    *(("qwen3_5", name) for name in ("DP2", "DP2+overlap", "full uniform 1", "PP2", "PP2xTP2", "PP2 MTP apart")),
+    *(("qwen3_5", name) for name in ("DP2", "full uniform 1", "PP2", "PP2xTP2", "PP2 MTP apart")),
     ("qwen3_5_moe", "PP2"),
     ("qwen2_5_vl", "PP2"),
     *(("qwen3_vl", name) for name in ("TP2", "TP2+SP", "DP2+overlap", "full uniform 2", "PP2", "PP4")),
