@@ -22,13 +22,13 @@ from swiftlite.runtime.distributed import session
 from tests import te_stand_ins
 from tests.parallel import parity
 from tests.parallel.launch import launch, open_store, prepare_session
-from tests.parallel.parity import BOUNDS, CASES, FULL, TP2_SP, Job, Result
+from tests.parallel.parity import BOUNDS, CASES, FULL, SMALL, TP2_SP, Job, Result
 
 pytestmark = pytest.mark.gloo
 
 GROUPED = Kernels(is_fused=True, has_grouped_experts=True)
 TE = Kernels("transformer_engine", is_fused=True, has_grouped_experts=True)
-LORA = {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 8.0}
+LORA = SMALL | {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 # Tied embeddings and biases; experts, shared experts and latent attention.
 FAMILIES = ("qwen2", "deepseek_v3")
 EXPERTS = FAMILIES[1]

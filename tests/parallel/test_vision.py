@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.images import Seen, extras_of
 from tests.parallel import parity
-from tests.parallel.parity import CASES, FEW_STEPS, SMALL, Job, Result, bounds_of
+from tests.parallel.parity import CASES, SMALL, Job, Result, bounds_of
 from tests.tiers import all_but, selected
 from tests.tiny import make_tiny_vision_hf
 
@@ -32,6 +32,8 @@ BATCHED: dict[str, dict[str, Any]] = {
     "PP2xVPP2 packed": CASES["PP2xVPP2"].options | {"micro_batch_size": 2, "padding_free": True},
 }
 """Cases of qwen3_5 with several rows in a micro-batch."""
+STEPS = (1, 3)
+"""In two steps, some weights of the tower change so little that rounding was 1.2e-3 of the change."""
 LEARNING = {"freeze_vit": False, "freeze_aligner": False}
 ROWS: list[list[int | str]] = [[5, "0", 6], [2, "1", 3, "2", 4], [9], [7, "2", 3]]
 """With two data-parallel ranks, the last micro-batch of one rank in each step has no image."""
@@ -60,7 +62,7 @@ def make_job(hf_dir: Path, out_dir: Path, **options: Any) -> Job:
     rows = [Seen(hf_dir, ROWS[number % len(ROWS)], number) for number in range(SMALL["global_batch_size"] * 3)]
     samples = [row.sample(model) for row in rows]
     options = SMALL | LEARNING | options
-    return Job(hf_dir, out_dir, options, FEW_STEPS, samples=samples, extras=extras_of(hf_dir))
+    return Job(hf_dir, out_dir, options, STEPS, samples=samples, extras=extras_of(hf_dir))
 
 
 @pytest.fixture(scope="module")
