@@ -198,7 +198,7 @@ KINDS: dict[str, Kind] = {
     "unrolled PP2 kl latent": exported("latent", "--mtp_unroll 3 --mtp_loss kl", layout="PP2 MTP apart"),
     "grafted depth 2": exported("dense", "--mtp_num_layers 2 --mtp_init graft --mtp_graft_from {two_heads}"),
     "cached trunk states": both(
-        "dense", f"{HEADS_ONLY} --cache_trunk_states {{directory}}/states --micro_batch_size 1 --train_iters 6"
+        "dense", f"{HEADS_ONLY} --cache_trunk_states {{directory}}/states --micro_batch_size 1 --train_iters 12"
     ),
     "streamed trunk": both(
         "dense",
