@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -46,6 +47,7 @@ NAMES = {"args", "layout", "recompute", "distributed", "moe"}
 COMPLEMENTS = {"to_mcore", "plan"}
 
 
+@functools.cache
 def attributes_of_args(path: Path) -> set[str]:
     """Return every NAME of `args.NAME`, or of one of its groups, in a file or in the files of a folder."""
     files = path.rglob("*.py") if path.is_dir() else [path]
@@ -57,6 +59,7 @@ def attributes_of_args(path: Path) -> set[str]:
     }
 
 
+@functools.cache
 def groups_of_args(path: Path) -> set[str]:
     """Return the fields of every GROUP in `group_of(args, GROUP)`, and of `layout_of(args)` and `models_in(args)`."""
     files = path.rglob("*.py") if path.is_dir() else [path]

@@ -25,43 +25,30 @@ def rewrite(hf_dir, change) -> None:
     save_file(tensors, hf_dir / "model.safetensors")
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_good_directory(tmp_path, family, depth):
-    hf_dir = make_tiny_hf(tmp_path, family, depth)
-    assert audit(hf_dir) == []
-    on_disk = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir))
-    assert (on_disk.promised, on_disk.depth, on_disk.missing) == (depth, depth, ())
-
-
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_config_promises_too_much(tmp_path, family):
-    hf_dir = make_tiny_hf(tmp_path, family, depth=1)
-    promise(hf_dir, 2)
-    problems = audit(hf_dir)
-    assert mentions(problems[0], "config.json 2 1")
-    missing = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir)).missing
-    assert mtp_names(family, 1)[0]["projection"] in missing
-    assert mention_each(problems[1:], missing)
-
-
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_config_promises_too_little(tmp_path, family):
+def test_heads_on_disk_and_in_the_config(tmp_path, family):
     hf_dir = make_tiny_hf(tmp_path, family, depth=2)
+    known = families.FAMILIES[family]
+    assert audit(hf_dir) == []
+    on_disk = mtp_depth_on_disk(hf_dir, known, read_config(hf_dir))
+    assert (on_disk.promised, on_disk.depth, on_disk.missing) == (2, 2, ())
+
     promise(hf_dir, 1)
     assert mention_each(audit(hf_dir), ["config.json 1 2"])
+    promise(hf_dir, 3)
+    problem, *problems = audit(hf_dir)
+    assert mentions(problem, "config.json 3 2")
+    missing = mtp_depth_on_disk(hf_dir, known, read_config(hf_dir)).missing
+    assert mtp_names(family, 2)[0]["projection"] in missing
+    assert mention_each(problems, missing)
 
-
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_first_head_lost(tmp_path, family):
-    hf_dir = make_tiny_hf(tmp_path, family, depth=2)
-    first = families.FAMILIES[family].head_rows(read_config(hf_dir), 0)
-    keys = [key for row in first for key in row.hf]
+    promise(hf_dir, 2)
+    keys = [key for row in known.head_rows(read_config(hf_dir), 0) for key in row.hf]
     stored = keys
     if family == "gpt_oss":  # whose files have all experts in one tensor
         stored = dict.fromkeys(re.sub(r"experts\.\d+\.", "experts.", key) for key in keys)
     rewrite(hf_dir, lambda tensors: [tensors.pop(key) for key in stored])
-    on_disk = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir))
+    on_disk = mtp_depth_on_disk(hf_dir, known, read_config(hf_dir))
     assert (on_disk.depth, set(on_disk.missing)) == (2, set(keys))
     assert mention_each(audit(hf_dir), keys)
 

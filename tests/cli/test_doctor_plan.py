@@ -360,7 +360,8 @@ def test_no_layout_fits_and_says_how_many_gpus_do(model, capsys):
     code, lines = plan(capsys, model=model, gpu_type="H100", num_gpus=1)
     assert code == 1
     assert mention_each(lines, ["1 H100 73.6 GB", "--num_gpus 4 --global_batch_size 64"])
-    code, lines = plan(capsys, model=model, gpu_type="H100", num_gpus=1, gpu_memory_gb=0.1)
+    small = {"gpu_memory_gb": 0.1, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    code, lines = plan(capsys, model=model, gpu_type="H100", num_gpus=4, **small)
     assert mentions(" ".join(lines), "128 --max_length")
     with pytest.raises(UserError, match=naming("7 H100 --global_batch_size 3")):
         plan(capsys, model=model, gpu_type="H100", num_gpus=7, global_batch_size=3)

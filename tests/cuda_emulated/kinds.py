@@ -23,11 +23,11 @@ TEXTS = [{"text": f"{row['query']} {row['response']}"} for row in ROWS]
 PROMPTS = [{"query": row["query"]} for row in ROWS]
 FILES = {"rows": ROWS, "pairs": PAIRS, "rated": RATED, "texts": TEXTS, "prompts": PROMPTS}
 
-STEPS = 3
+STEPS = 2
 # Held-out rows, evaluation, a checkpoint and drafts measured are part of every run.
 COMMON = (
     "--max_length 96 --split_dataset_ratio 0.2 --micro_batch_size 2 --global_batch_size 4 --lr 1e-4 "
-    f"--acceptance_samples 1 --acceptance_max_new_tokens 3 --report_to none --train_iters {STEPS}"
+    f"--acceptance_samples 1 --acceptance_max_new_tokens 2 --report_to none --train_iters {STEPS}"
 )
 PACKED = "--packing true --packing_length 96 --micro_batch_size 1 --global_batch_size 2"
 

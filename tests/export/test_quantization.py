@@ -1,9 +1,6 @@
 """Test `export --quant_method`: the result against the library of the format, all families, failures, ranks."""
 
 import json
-import subprocess
-import sys
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -212,28 +209,6 @@ def test_without_a_size_of_groups_other_methods_are_proposed(mesh, tmp_path):
     ):
         run(model, mesh, tmp_path / "out", quant_method="rtn", quant_bits=4, group_size=32)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_killed_export_leaves_nothing(tmp_path):
-    """Killed at ten moments, the result is absent or whole, and the next export is not disturbed."""
-    model = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
-    command = [sys.executable, "-m", "swiftlite", "export", "--model", str(model), "--quant_method", "rtn"]
-    began = time.monotonic()
-    subprocess.run([*command, "--output_dir", str(tmp_path / "whole")], check=True)
-    duration = time.monotonic() - began
-    expected = stored(tmp_path / "whole")
-    for moment in range(10):
-        out = tmp_path / f"out-{moment}"
-        # The files are written at the end of the process, after imports.
-        process = subprocess.Popen([*command, "--output_dir", str(out)])
-        time.sleep(duration * (0.7 + 0.03 * moment))
-        process.kill()
-        process.wait()
-        if not out.exists():
-            subprocess.run([*command, "--output_dir", str(out)], check=True)
-        assert_same_bits(stored(out), expected)
-        assert not list(tmp_path.glob(".out-*"))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_blocks"])

@@ -34,6 +34,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
+from tests.tiers import pairwise, selected
 from tests.tiny import make_tiny_hf
 
 COEFF, RATE, TOPK = 0.7, 0.01, 2
@@ -358,21 +359,20 @@ def compute(jobs: Sequence[tuple[str, str, bool]], root: Path, ports: Sequence[i
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory) -> Path:
+def computed(request, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("balance")
     for family in FAMILIES[:2]:
         make_tiny_hf(root / family, family, depth=1, **SIZES)
-    for num_processes, layouts in ((1, ["alone"]), (2, list(LAYOUTS))):
-        jobs = [(layout, family, pack) for layout in layouts for family in FAMILIES[:2] for pack in (False, True)]
+    chosen = selected(request, "layout", "family", "is_packed")
+    alone = [("alone", *rest) for rest in dict.fromkeys(case[1:] for case in chosen)]
+    for num_processes, jobs in ((1, alone), (2, chosen)):
         stores = [open_store() for _ in jobs]
         launch(num_processes, compute, jobs, root, [store.port for store in stores])
     return root
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("family", FAMILIES[:2])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "family", "is_packed"), pairwise([*LAYOUTS], FAMILIES[:2], [False, True]))
 def test_every_layout_computes_what_one_process_does(computed, layout, family, is_packed):
     one, other = (torch.load(computed / f"{name}-{family}-{is_packed}.pt") for name in ("alone", layout))
     assert float(other["logged"]) == pytest.approx(float(one["logged"]), rel=1e-5)

@@ -116,19 +116,19 @@ def round_to_neighbors(tensors: Iterable[torch.Tensor]) -> None:
         tensor.data.mul_(1 + up * torch.finfo(torch.float32).eps)
 
 
+ROTARY = ("llama", "phi3", "glm4_moe", "gemma3_text", "deepseek_v3", "qwen3_next")
+"""Families whose kinds of rotary embeddings are all that there are: all dimensions, a part of them, several bases."""
+PLAIN = pairwise([*CLASSES], [False, True], ["none"], [torch.float32, torch.bfloat16])
+CASES = [*PLAIN, *pairwise(ROTARY, [False, True], [*ROPES][1:], [torch.float32, torch.bfloat16])]
+
+
 @pytest.mark.parametrize(
     ("family", "tied", "rope", "dtype"),
-    [
-        case
-        for case in pairwise([*CLASSES], [False, True], [*ROPES], [torch.float32, torch.bfloat16])
-        if case.values[0] != "mimo_v2_flash" or case.values[1:3] == (False, "none")  # engines have no others
-    ],
+    [case for case in CASES if case.values[:2] != ("mimo_v2_flash", True)],  # engines have no such
 )
 def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dtype):
     if family == "phi3" and rope != "none":  # transformers' class has no other
         rope = "longrope"
-    if family == "step3p5" and rope == "longrope":  # which transformers supports only if layers have the same heads
-        rope = "llama3"
     if family == "gpt_oss":
         rope, dtype = "yarn", torch.float32  # engines have no other rope; bfloat16 below
     if family in ("mimo_v2_flash", "minimax_m2", "step3p5"):
@@ -151,13 +151,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
-    rotary_dim = {
-        "glm4_moe": 16,
-        "minimax_m2": 16,
-        "phi3": 16,
-        "step3p5": 16,
-        **dict.fromkeys((*LATENT, *HYBRID), 8),
-    }.get(family, 32)
+    rotary_dim = {"glm4_moe": 16, "phi3": 16, "deepseek_v3": 8, "qwen3_next": 8}.get(family, 32)
     for factors in parameters.keys() & {"short_factor", "long_factor"}:
         parameters[factors] = parameters[factors][: rotary_dim // 2]
     directory = make_tiny_hf(

@@ -50,8 +50,8 @@ from tests.tiny import HYBRID, make_tiny_hf
 from tests.untimed import untimed
 
 STEPS = 5
-FEW_STEPS = (1, 3)
-"""First and last step of a job in tests. The steps test gradients, the first update, and updates with moments."""
+FEW_STEPS = (1, 2)
+"""First and last step of a job in tests. The steps test gradients, the first update, and an update with moments."""
 # Adam divides each gradient by its own size: where a gradient is nothing but rounding (1e-9), so would be the step,
 # with any sign. An epsilon far above that noise and below true gradients (1e-3) keeps weights comparable.
 OPTIONS: dict[str, Any] = {

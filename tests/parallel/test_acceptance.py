@@ -103,7 +103,8 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
     jobs: dict[tuple[str, str], Job] = {}
     expected: dict[str, DraftCounts] = {}
     needed = selected(request, "way", "name")
-    for way, (family, depth, num_drafts) in WAYS.items():
+    for way in dict.fromkeys(way for way, _ in needed):
+        family, depth, num_drafts = WAYS[way]
         heads = Heads(depth, num_drafts // depth)
 
         def make(directory: Path, family: str = family, depth: int = depth, num_drafts: int = num_drafts) -> None:
@@ -130,8 +131,12 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
         [(way, name) for way, names in NAMES.items() for name in names],
         ("dense", "PP2 MTP apart"),
         ("dense", "PP2xVPP2"),
+        ("dense", "TP2+SP"),
+        ("dense", "CP2"),
         ("unrolled", "TP2+SP"),
         ("unrolled", "PP2"),
+        ("unrolled", "EP2"),
+        ("before norm", "PP2 MTP apart"),
     ),
 )
 def test_counts_are_those_of_an_engine(measured, way, name):

@@ -25,9 +25,7 @@ pytestmark = pytest.mark.gloo
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SP": TP2_SP,
-    "CP2": {"context_parallel_size": 2},
     "DP2": {},
-    "PP2": {"pipeline_model_parallel_size": 2},
     "PP2xVPP2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
 }
 

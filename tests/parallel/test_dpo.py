@@ -1,6 +1,5 @@
 """Test `megatron dpo` with several layouts of the model and the reference model against one process."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swiftlite import rules
 from swiftlite.args.commands import DpoArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import read_config
@@ -21,17 +19,16 @@ from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.facts import read_facts
 from swiftlite.plan.run import plan_of
 from swiftlite.train import phases
-from swiftlite.train import run as training
 from swiftlite.train.methods import reference
 from swiftlite.train.methods.reference import log_probabilities
 from tests.messages import mentions
-from tests.parallel.launch import launch, open_store, prepare_session
+from tests.parallel.launch import launch
 from tests.parallel.parity import OPTIONS, SIZES
+from tests.parallel.runs import metrics_of, run_all, start
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import write_pairs, write_rated
 from tests.train.prepared import prepare
-from tests.untimed import untimed
 
 pytestmark = pytest.mark.gloo
 
@@ -60,7 +57,7 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("kto", "PP2, packed, micro-batches of 1"): PP2 | {"padding_free": True, "micro_batch_size": 1},
 }
 # Those of CI, and those whose parts are trained in CI too, but not in this combination.
-GROUPS = ["full experts kto thirds", "lora bfloat16"]
+GROUPS = ["full kto thirds", "lora experts bfloat16"]
 # Float32 sums in another order, on log-probabilities of about 100; rewards are differences of these.
 FLOAT32: dict[str, Any] = {"rel": 1e-3, "abs": 1e-3}
 # bfloat16 rounds to 3 digits.
@@ -68,24 +65,6 @@ BFLOAT16: dict[str, Any] = {"rel": 3e-2, "abs": 5e-2}
 # Adam's first steps have the size of the learning rate whatever the gradient's, so a small gradient that is rounded to
 # the other sign moves its weight the other way: how many are depends on the machine's instructions.
 BFLOAT16_AFTER_A_STEP: dict[str, Any] = {"rel": 1e-1, "abs": 1e-1}
-
-
-def run_all(jobs: list[DpoArgs], ports: list[int], world_size: int) -> None:
-    for args, port in zip(jobs, ports, strict=True):
-        prepare_session(port)
-        rules.check(args, world_size)
-        training.run(args)
-
-
-def start(num_processes: int, jobs: list[DpoArgs]) -> list[list[dict[str, float]]]:
-    """Return the metrics of each job's steps, and of the evaluation after the last step."""
-    stores = [open_store() for _ in jobs]
-    launch(num_processes, run_all, jobs, [store.port for store in stores], num_processes)
-    found = []
-    for args in jobs:
-        lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
-        found.append([untimed(line) for line in lines])
-    return found
 
 
 def make_options(place: Path, family: str, name: str, **changed: Any) -> DpoArgs:
@@ -116,20 +95,21 @@ def test_a_layout_changes_no_number(tmp_path, group):
     for what in group.split():
         family, options = TRAINED[what]
         alone[what] = make_options(tmp_path, family, what, **options)
-    by_one = dict(zip(alone, start(1, list(alone.values())), strict=True))
+    start(1, run_all, list(alone.values()), 1)
     cut_up = {}
     for (what, name), layout in LAYOUTS.items():
         if what in alone:
             cut_up[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
-    by_many = start(2, list(cut_up.values()))
+    start(2, run_all, list(cut_up.values()), 2)
     if "thirds" in alone:  # of three ranks that all train, two hold the reference model
-        name = "DP3, reference TP2"
-        cut_up["thirds", name] = replace(alone["thirds"], output_dir=str(tmp_path / "thirds_3"), **REF_TP2)
-        by_many += start(3, [cut_up["thirds", name]])
-    for ((what, name), args), metrics in zip(cut_up.items(), by_many, strict=True):
-        assert len(by_one[what]) == 3
-        assert what != "kto" or max(line.get("kl", 0.0) for line in by_one[what]) > 0.1
-        for step, (one, many) in enumerate(zip(by_one[what], metrics, strict=True)):
+        thirds = replace(alone["thirds"], output_dir=str(tmp_path / "thirds_3"), **REF_TP2)
+        start(3, run_all, [thirds], 3)
+        cut_up["thirds", "DP3, reference TP2"] = thirds
+    for (what, name), args in cut_up.items():
+        expected = metrics_of(alone[what])
+        assert len(expected) == 3
+        assert what != "kto" or max(line.get("kl", 0.0) for line in expected) > 0.1
+        for step, (one, many) in enumerate(zip(expected, metrics_of(args), strict=True)):
             tolerance = FLOAT32
             if args.torch_dtype == "bfloat16":
                 tolerance = BFLOAT16_AFTER_A_STEP if step else BFLOAT16
@@ -203,7 +183,7 @@ def hold_both(args: DpoArgs) -> dict[str, int]:
         }
 
 
-@pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("torch_dtype", some_of(["float32", "bfloat16"], "bfloat16"))
 def test_a_plan_counts_both_models(tmp_path, torch_dtype):
     layouts = TP2 | REF_PP2
     options: dict[str, Any] = {"torch_dtype": torch_dtype, "max_length": LENGTH, **layouts}

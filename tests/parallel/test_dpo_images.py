@@ -9,7 +9,8 @@ import pytest
 from swiftlite.args.commands import DpoArgs
 from tests.images import make_vision_hf_with_tokenizer
 from tests.parallel.parity import HYBRID_OPTIONS, OPTIONS, SIZES, TP2_SP
-from tests.parallel.test_dpo import FLOAT32, PP2, REF_PP2, REF_TP2, start
+from tests.parallel.runs import metrics_of, run_all, start
+from tests.parallel.test_dpo import FLOAT32, PP2, REF_PP2, REF_TP2
 from tests.train.test_dpo_images import NUM_ROWS, RATED, TRAINED, write_rows
 
 pytestmark = pytest.mark.gloo
@@ -48,12 +49,14 @@ def make_options(place: Path, loss: str) -> DpoArgs:
 @pytest.mark.slow  # layouts with images, and layouts of DPO, run in CI in tests of their own
 def test_a_layout_changes_no_number(tmp_path):
     alone = {loss: make_options(tmp_path, loss) for loss in LOSSES}
-    by_one = dict(zip(alone, start(1, list(alone.values())), strict=True))
+    start(1, run_all, list(alone.values()), 1)
     divided = {}
     for (loss, name), layout in LAYOUTS.items():
         divided[loss, name] = replace(alone[loss], output_dir=str(tmp_path / f"{loss}_{name}"), **layout)
     assert alone["sigmoid"].global_batch_size < NUM_ROWS
-    for (loss, name), metrics in zip(divided, start(2, list(divided.values())), strict=True):
-        assert len(by_one[loss]) == 4
-        for step, (one, many) in enumerate(zip(by_one[loss], metrics, strict=True)):
+    start(2, run_all, list(divided.values()), 2)
+    for (loss, name), args in divided.items():
+        expected = metrics_of(alone[loss])
+        assert len(expected) == 4
+        for step, (one, many) in enumerate(zip(expected, metrics_of(args), strict=True)):
             assert many == pytest.approx(one, **FLOAT32), f"{loss} {name}, step {step + 1}"

@@ -47,7 +47,6 @@ LAYOUTS: dict[int, dict[str, ParallelLayout]] = {
         "DP2": layout(),
         "EP2": layout(ep=2),
         "ETP2": layout(etp=2),
-        "TP2": layout(tp=2),
         "TP2-EP2": layout(tp=2, ep=2),
         "TP2-ETP2": layout(tp=2, etp=2),
         "PP2": layout(pp=2),
@@ -55,10 +54,8 @@ LAYOUTS: dict[int, dict[str, ParallelLayout]] = {
     4: {
         "EP4": layout(ep=4),
         "EP2-ETP2": layout(ep=2, etp=2),
-        "TP2-EP2": layout(tp=2, ep=2),
         "TP2-EP2-ETP2": layout(tp=2, ep=2, etp=2),
         "TP2-PP2-EP2": layout(tp=2, pp=2, ep=2),
-        "PP2-EP2": layout(pp=2, ep=2),
         "PP2-ETP2": layout(pp=2, etp=2),
     },
 }

@@ -10,7 +10,8 @@ import torch
 from swiftlite.args.commands import GrpoArgs
 from tests.images import make_vision_hf_with_tokenizer
 from tests.parallel.parity import HYBRID_OPTIONS, SIZES, TP2_SP
-from tests.parallel.test_grpo import CP2, PP2, TOLERANCE, metrics_of, run_all, start, store_all
+from tests.parallel.runs import metrics_of, run_all, start
+from tests.parallel.test_grpo import CP2, PP2, TOLERANCE, store_all
 from tests.train.completions import NUM_GENERATIONS, USUAL
 from tests.train.test_grpo_images import TRAINED, write_rows
 

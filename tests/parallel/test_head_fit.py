@@ -28,9 +28,9 @@ from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
 
-NAMES = ("PP2", "PP2xVPP2", "CP2", "DP2")
+NAMES = ("PP2xVPP2", "CP2", "DP2")
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "TP2+SP": TP2_SP} | {name: CASES[name].options for name in NAMES}
-PACKED = ("TP2+SP", "CP2")
+PACKED = ("CP2",)
 DEPTH = 2
 FITTED = {"eh_proj": 0, "transformer_layer.mlp.linear_fc2": 1}
 """The fitted matrices of a head, and the axis along which tensor-parallel ranks split each."""

@@ -18,12 +18,12 @@ from swiftlite.runtime.distributed import session
 from swiftlite.train.trainer import seed_of_step
 from tests.kinds import Layout
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, FULL, Job, compare, make_model, run
+from tests.parallel.parity import BOUNDS, CASES, FULL, SMALL, Job, compare, make_model, run
 from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
 
-LORA = {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 8.0}
+LORA = SMALL | {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 DORA = LORA | {"use_dora": True}
 # By family and what is trained: layouts whose ranks exchange something else.
 LAYOUTS: dict[tuple[str, str], list[str]] = {
@@ -48,7 +48,6 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
 CHOSEN = {
     ("qwen2", "lora"): LAYOUTS["qwen2", "lora"],
     ("deepseek_v3", "dora"): ["ETP2xTP2"],
-    ("phi3", "lora"): LAYOUTS["phi3", "lora"],
 }
 PLACES = CASES | {
     "PP2 recomputed": Layout(2, CASES["PP2"].options | FULL["uniform 2"]),

@@ -3,8 +3,10 @@
 import functools
 import importlib.util
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,41 +60,84 @@ def check(measured, estimated) -> None:
         assert estimated.logits == measured.logits
 
 
-@pytest.mark.parametrize("parameter_bytes", [2, 4])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
-@pytest.mark.parametrize("depth", [0, 2])
-def test_one_process(family, depth, parameter_bytes):
-    setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, heads=Heads(depth))
-    hf_config = config(family, tie_word_embeddings=depth == 2)
-    (estimated,) = estimate(hf_config, setup)
-    (measured,) = launch(1, measure, hf_config, setup)
-    check(measured, estimated)
+ROWS: dict[str, Any] = {"micro_batch_size": 2, "max_length": 64}
+ONE_HEAD: dict[str, Any] = ROWS | {"heads": Heads(1)}
+Case = tuple[dict[str, Any], Setup]
 
 
-@pytest.mark.parametrize("parameter_bytes", [2, 4])
-def test_windows_and_norms_of_outputs(parameter_bytes):
-    """The layers of Gemma 3 share cosines and sines of two rotary embeddings, and masks, which are not estimated."""
+def dense_cases() -> Iterator[Case]:
+    for family, depth, size in (("llama", 0, 2), ("qwen2", 2, 4), ("qwen3", 2, 2), ("smollm3", 0, 4)):
+        setup = Setup(**ROWS, parameter_bytes=size, heads=Heads(depth))
+        yield config(family, tie_word_embeddings=depth == 2), setup
+    # The layers of Gemma 3 share cosines and sines of two rotary embeddings, and masks, which are not estimated.
     sizes = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
-    hf_config = config("gemma3_text", **sizes, tie_word_embeddings=True)
-    setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, heads=Heads(1))
-    (estimated,) = estimate(hf_config, setup)
-    (measured,) = launch(1, measure, hf_config, setup)
-    check(measured, estimated)
+    yield config("gemma3_text", **sizes, tie_word_embeddings=True), Setup(**ONE_HEAD, parameter_bytes=2)
+    # OLMo 2 has one norm each for all queries and all keys, and EXAONE 4 has layers without rotary embeddings.
+    yield config("olmo2"), Setup(**ONE_HEAD, parameter_bytes=4)
+    yield config("exaone4", sliding_window=16, sliding_window_pattern=2), Setup(**ONE_HEAD)
+    yield config("qwen3"), Setup(**ONE_HEAD, mtp_mode="heads_only")
+    for recompute in (
+        RecomputeArgs("full", "uniform", 1),
+        RecomputeArgs("full", "uniform", 2),
+        RecomputeArgs("full", "block", 2),
+        RecomputeArgs("selective"),
+        RecomputeArgs("selective", recompute_modules=["mlp"]),
+    ):
+        yield config("qwen3"), Setup(**ROWS, recompute=recompute)
 
 
-EXAONE = {"sliding_window": 16, "sliding_window_pattern": 2}
+def expert_cases() -> Iterator[Case]:
+    """For each selected expert, a token stores its input, the expert's inner activations and the expert's output.
+
+    The output is needed for the gradient of the router's weight. Scores of Qwen2 MoE are normalized before the
+    selection. The head of ERNIE 4.5 has no experts and no output norm.
+    """
+    for family in ("ernie4_5_moe", "minimax_m2", "qwen2_moe", "qwen3_moe"):
+        sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        sizes |= {"norm_topk_prob": family == "qwen3_moe"}
+        sizes |= {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+        if family == "qwen2_moe":
+            sizes["shared_expert_intermediate_size"] = 128
+        if family == "minimax_m2":
+            sizes = OWN_SIZES["minimax_m2"] | {"num_local_experts": 8}
+        # The matrices of these families' routers are float32 in a 16-bit model, too, which is not estimated.
+        size = 4 if family in ("ernie4_5_moe", "minimax_m2") else 2
+        hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
+        yield hf_config, Setup(micro_batch_size=2, max_length=256, heads=Heads(1), parameter_bytes=size)
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "parameter_bytes"), [("olmo2", {}, 2), ("olmo2", {}, 4), ("exaone4", EXAONE, 2)]
-)
-def test_norms_of_outputs_without_norms_of_inputs(family, sizes, parameter_bytes):
-    """OLMo 2 has one norm each for all queries and all keys, and EXAONE 4 has layers without rotary embeddings."""
-    hf_config = config(family, **sizes)
-    setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, heads=Heads(1))
-    (estimated,) = estimate(hf_config, setup)
-    (measured,) = launch(1, measure, hf_config, setup)
-    check(measured, estimated)
+def window_cases() -> Iterator[Case]:
+    """Masks of windows are not estimated: they contain the whole sequence, or are shared by all layers.
+
+    With several rows, the attention of sinks on a CPU saves copies of values, instead of the whole projection.
+    """
+    # The activation of these experts saves only its input.
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 128}
+    hf_config = config("gpt_oss", **OWN_SIZES["gpt_oss"] | sizes, rms_norm_eps=1e-5, attention_bias=True)
+    for parameter_bytes in (2, 4):
+        yield hf_config, Setup(max_length=64, parameter_bytes=parameter_bytes, heads=Heads(1))
+    # Values are multiplied by a factor, so the whole projection is not saved. All layers have sinks, because torch on a
+    # CPU saves the scores of other attention with values of another size.
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    own = sizes | OWN_SIZES["mimo_v2_flash"] | mimo_v2_flash(sizes)
+    own |= {"hybrid_layer_pattern": [1, 1], "layer_types": ["sliding_attention"] * 2}
+    hf_config = config("mimo_v2_flash", **own | {"sliding_window": 256, "sliding_window_size": 256})
+    yield hf_config, Setup(max_length=256, parameter_bytes=4, heads=Heads(1))
+    own = step3p5(SHAPE | {"num_attention_heads": 4}) | {"sliding_window": 128}
+    yield config("step3p5", **own), Setup(max_length=128, parameter_bytes=4, heads=Heads(1))
+
+
+def measure_all(cases: list[Case]) -> list[Any]:
+    return [measure(*case) for case in cases]
+
+
+@pytest.mark.parametrize("make_cases", [dense_cases, expert_cases, window_cases])
+def test_one_process(make_cases):
+    cases = list(make_cases())
+    (found,) = launch(1, measure_all, cases)
+    for (hf_config, setup), measured in zip(cases, found, strict=True):
+        (estimated,) = estimate(hf_config, setup)
+        check(measured, estimated)
 
 
 def test_a_draft_vocabulary():
@@ -163,69 +208,6 @@ def test_indexers(ranks):
     assert estimated.parameters - without.parameters == 5 * per_layer
 
 
-@pytest.mark.parametrize("family", ["ernie4_5_moe", "minimax_m2", "qwen2_moe", "qwen3_moe"])
-def test_experts(family):
-    """For each selected expert, a token stores its input, the expert's inner activations and the expert's output.
-
-    The output is needed for the gradient of the router's weight. Scores of Qwen2 MoE are normalized before the
-    selection. The head of ERNIE 4.5 has no experts and no output norm.
-    """
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    sizes |= {"norm_topk_prob": family == "qwen3_moe"}
-    sizes |= {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
-    if family == "qwen2_moe":
-        sizes["shared_expert_intermediate_size"] = 128
-    if family == "minimax_m2":
-        sizes = OWN_SIZES["minimax_m2"] | {"num_local_experts": 8}
-    hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
-    # The matrices of these families' routers are float32 in a 16-bit model, too, which is not estimated.
-    parameter_bytes = 4 if family in ("ernie4_5_moe", "minimax_m2") else 2
-    setup = Setup(micro_batch_size=2, max_length=256, heads=Heads(1), parameter_bytes=parameter_bytes)
-    (estimated,) = estimate(hf_config, setup)
-    (measured,) = launch(1, measure, hf_config, setup)
-    check(measured, estimated)
-
-
-def test_values_of_another_size():
-    """Values are multiplied by a factor, so the whole projection is not saved.
-
-    All layers have sinks, because torch on a CPU saves the scores of other attention with such values. Windows contain
-    the whole sequence: their masks are not estimated.
-    """
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
-    own = sizes | OWN_SIZES["mimo_v2_flash"] | mimo_v2_flash(sizes)
-    own |= {"hybrid_layer_pattern": [1, 1], "layer_types": ["sliding_attention"] * 2}
-    hf_config = config("mimo_v2_flash", **own | {"sliding_window": 256, "sliding_window_size": 256})
-    setup = Setup(max_length=256, parameter_bytes=4, heads=Heads(1))
-    (estimated,) = estimate(hf_config, setup)
-    (measured,) = launch(1, measure, hf_config, setup)
-    check(measured, estimated)
-
-
-def test_gates_limits_and_output_layers_of_heads():
-    """Windows contain the whole sequence: their masks are not estimated."""
-    sizes = SHAPE | {"num_attention_heads": 4}
-    hf_config = config("step3p5", **step3p5(sizes) | {"sliding_window": 128})
-    setup = Setup(max_length=128, parameter_bytes=4, heads=Heads(1))
-    (estimated,) = estimate(hf_config, setup)
-    (measured,) = launch(1, measure, hf_config, setup)
-    check(measured, estimated)
-
-
-@pytest.mark.parametrize("parameter_bytes", [2, 4])
-def test_sinks_and_experts_with_biases(parameter_bytes):
-    """The activation saves only its input. Masks of windows are shared by all layers, and not estimated.
-
-    With several rows, the attention of sinks on a CPU saves copies of values, instead of the whole projection.
-    """
-    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 128}
-    hf_config = config("gpt_oss", **OWN_SIZES["gpt_oss"] | sizes, rms_norm_eps=1e-5, attention_bias=True)
-    setup = Setup(max_length=64, parameter_bytes=parameter_bytes, heads=Heads(1))
-    (estimated,) = estimate(hf_config, setup)
-    (measured,) = launch(1, measure, hf_config, setup)
-    check(measured, estimated)
-
-
 def test_gradients_in_bfloat16():
     setup = Setup(
         micro_batch_size=2,
@@ -253,30 +235,21 @@ def test_instances_of_the_optimizer():
     assert estimated.optimizer == 12 * estimated.parameters
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_8bit_moments(ranks, torchao):
+def test_8bit_moments(torchao):
     hf_config = config("qwen3", vocab_size=4096)
-    setup = Setup(num_gpus=ranks, use_distributed_optimizer=ranks > 1, optimizer="adamw_8bit", heads=Heads(1))
+    setup = Setup(num_gpus=2, use_distributed_optimizer=True, optimizer="adamw_8bit", heads=Heads(1))
     (estimated,) = estimate(hf_config, setup)
-    all_measured = launch(ranks, measure, hf_config, setup)
-    for measured in all_measured:
+    for measured in launch(2, measure, hf_config, setup):
         for name in ("weights", "gradients"):  # the distributed optimizer pads its buffers
             assert getattr(measured, name) == pytest.approx(getattr(estimated, name), rel=1e-3)
         # Each matrix has two tables of 256 numbers, and small tensors have float32 moments: not counted.
         assert estimated.optimizer < measured.optimizer < 1.03 * estimated.optimizer
-    assert estimated.optimizer - estimated.main_weights == int(estimated.parameters * 2 * (1 + 4 / 256) / ranks)
+    assert estimated.optimizer - estimated.main_weights == int(estimated.parameters * 2 * (1 + 4 / 256) / 2)
 
 
-def test_heads_only():
-    setup = Setup(micro_batch_size=2, max_length=64, heads=Heads(1), mtp_mode="heads_only")
-    hf_config = config("qwen3")
-    (estimated,) = estimate(hf_config, setup)
-    (measured,) = launch(1, measure, hf_config, setup)
-    check(measured, estimated)
-
-
-@pytest.mark.parametrize("granularity", ["none", "full", "selective"])
-@pytest.mark.parametrize("mtp_mode", ["joint", "heads_only"])
+@pytest.mark.parametrize(
+    ("mtp_mode", "granularity"), [("joint", "none"), ("joint", "selective"), ("heads_only", "full")]
+)
 def test_three_drafts_of_one_layer(mtp_mode, granularity):
     """The estimate is within 5 %. On a CPU, torch's attention stores a mask and concatenated keys
     for each later step.
@@ -306,8 +279,7 @@ def measure_fused(hf_config: dict, setup: Setup):
     return measure(hf_config, setup)
 
 
-@pytest.mark.parametrize("parameter_bytes", [2, 4])
-@pytest.mark.parametrize("mtp_mode", ["joint", "heads_only"])
+@pytest.mark.parametrize(("mtp_mode", "parameter_bytes"), [("joint", 2), ("heads_only", 4)])
 def test_fused_kernels(mtp_mode, parameter_bytes):
     """Norms, activations and losses store what a fused kernel stores. The logits of a chunk are not stored."""
     setup = Setup(
@@ -325,24 +297,6 @@ def test_fused_kernels(mtp_mode, parameter_bytes):
 
 
 @pytest.mark.parametrize(
-    "recompute",
-    [
-        RecomputeArgs("full", "uniform", 1),
-        RecomputeArgs("full", "uniform", 2),
-        RecomputeArgs("full", "block", 2),
-        RecomputeArgs("selective"),
-        RecomputeArgs("selective", recompute_modules=["mlp"]),
-    ],
-    ids=lambda recompute: f"{recompute.recompute_granularity}-{recompute.recompute_method}",
-)
-def test_recomputation(recompute):
-    setup = Setup(micro_batch_size=2, max_length=64, recompute=recompute)
-    (estimated,) = estimate(config("qwen3"), setup)
-    (measured,) = launch(1, measure, config("qwen3"), setup)
-    check(measured, estimated)
-
-
-@pytest.mark.parametrize(
     "layout",
     [
         ParallelLayout(tensor_model_parallel_size=2),
@@ -353,8 +307,8 @@ def test_recomputation(recompute):
     ],
     ids=["TP2", "TP2+SP", "PP2", "PP2 with MTP alone", "PP2xVPP2"],
 )
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_rank_of_a_layout(layout, tied):
+def test_every_rank_of_a_layout(layout):
+    tied = layout.pipeline_model_parallel_size > 1
     setup = Setup(layout=layout, num_gpus=2, micro_batch_size=2, max_length=64, heads=Heads(1))
     hf_config = config("qwen3", tie_word_embeddings=tied)
     estimated = estimate(hf_config, setup)

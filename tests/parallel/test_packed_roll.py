@@ -13,7 +13,7 @@ from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo
 
-ROWS = 1000
+ROWS = 200
 """Number of random rows for each number of ranks."""
 
 

@@ -47,8 +47,10 @@ SLOW_LAYOUTS = (
     (("qwen3_next", 1, False), "EP2xTP2"),
     (("qwen3", 2, True), "PP2 MTP apart"),
     (("qwen3", 2, True), "PP3 MTP middle"),
+    (("deepseek_v3", 1, False), "TP2+SP"),
+    (("hy_v3", 1, False), "PP2"),
 )
-CLIPPED = ("EP2xTP2", "PP2", "DP2+overlap")
+CLIPPED = ("EP2xTP2", "PP2")
 RECOMPUTE = ("full uniform 2", "full block 1", "selective")
 PIPELINED = ("uniform 1", "block 1")
 PP2 = CASES["PP2"].options
@@ -94,9 +96,11 @@ APART = {"clip_grad": 0.2, "mtp_clip_grad": 0.05}
 @pytest.fixture(scope="module")
 def computed(request, tmp_path_factory) -> Computed:
     root = tmp_path_factory.mktemp("parity")
-    models = {model: parity.make_model(root / "-".join(map(str, model)), *model) for model in CHOSEN}
-    jobs: dict[int, dict[tuple[Model, str], dict]] = {1: {(model, "alone"): {} for model in models}, 2: {}}
-    for model, name in selected(request, "model", "name"):
+    chosen = selected(request, "model", "name")
+    compared = {model for model, _ in chosen} | {QWEN3, MIMO, MIXTURE, EXPERTS}
+    models = {model: parity.make_model(root / "-".join(map(str, model)), *model) for model in compared}
+    jobs: dict[int, dict[tuple[Model, str], dict]] = {1: {(model, "alone"): {} for model in compared}, 2: {}}
+    for model, name in chosen:
         if name in CASES:
             jobs.setdefault(CASES[name].num_processes, {})[model, name] = CASES[name].options
     jobs[2] |= {(QWEN3, f"PP2 {name}"): PP2 | FULL[name] for name in PIPELINED}
@@ -105,27 +109,25 @@ def computed(request, tmp_path_factory) -> Computed:
     for model in (QWEN3, MIMO):
         jobs[1][model, "heads"] = HEADS_ONLY
         jobs[2][model, "heads PP2"] = HEADS_ONLY | PP2
-        jobs[2][model, "heads PP2 MTP apart"] = HEADS_ONLY | CASES["PP2 MTP apart"].options
+    jobs[2][QWEN3, "heads PP2 MTP apart"] = HEADS_ONLY | CASES["PP2 MTP apart"].options
     jobs[1][EXPERTS, "apart"] = APART
     jobs[2] |= {(EXPERTS, f"apart {name}"): APART | CASES[name].options for name in CLIPPED}
-    for model in (QWEN3, MIXTURE):
-        jobs[1][model, "bfloat16"] = BFLOAT16
-        jobs[2][model, "bfloat16 PP2"] = BFLOAT16 | PP2
+    jobs[1][MIXTURE, "bfloat16"] = BFLOAT16
+    jobs[2][MIXTURE, "bfloat16 PP2"] = BFLOAT16 | PP2
     rounded = BFLOAT16 | {"grad_reduce_in_bf16": True}
     jobs[1][MIXTURE, "bfloat16 gradients"] = rounded
-    jobs[2][MIXTURE, "bfloat16 gradients DP2"] = rounded
     jobs[2][MIXTURE, "bfloat16 gradients DP2+distopt"] = rounded | CASES["DP2+distopt"].options
     for name, (model, options, settings) in SETTINGS.items():
         jobs[2] |= {(model, f"without {name}"): options, (model, name): options | {"megatron_config": settings}}
     jobs[1][MIXTURE, "z-loss"] = Z_LOSS
-    jobs[2] |= {(MIXTURE, f"z-loss {name}"): Z_LOSS | CASES[name].options for name in ("DP2", "EP2")}
+    jobs[2][MIXTURE, "z-loss EP2"] = Z_LOSS | CASES["EP2"].options
     results = {}
-    for num_processes, chosen in jobs.items():
+    for num_processes, started in jobs.items():
         queue = [
             Job(models[model], root / "runs" / "-".join(map(str, (*model, name))), SMALL | options, FEW_STEPS)
-            for (model, name), options in chosen.items()
+            for (model, name), options in started.items()
         ]
-        results |= zip(chosen, parity.run(num_processes, queue), strict=True)
+        results |= zip(started, parity.run(num_processes, queue), strict=True)
     return Computed(models, results)
 
 
@@ -176,10 +178,9 @@ def test_a_frozen_trunk_stays(computed, name):
     }
 
 
-@pytest.mark.parametrize("name", ["heads PP2", "heads PP2 MTP apart"])
-@pytest.mark.parametrize("model", [QWEN3, MIMO], ids=lambda model: model[0])
-def test_heads_alone_learn_the_same_on_a_pipeline(computed, model, name):
-    assert_within(computed.differences(model, name, base="heads"), BOUNDS)
+@pytest.mark.parametrize(("trunk", "name"), [(QWEN3, "heads PP2"), (QWEN3, "heads PP2 MTP apart"), (MIMO, "heads PP2")])
+def test_heads_alone_learn_the_same_on_a_pipeline(computed, trunk, name):
+    assert_within(computed.differences(trunk, name, base="heads"), BOUNDS)
 
 
 @pytest.mark.parametrize("name", CLIPPED)
@@ -205,31 +206,29 @@ def test_each_norm_is_clipped_to_its_own_size(computed):
     assert norms(clipped) == pytest.approx((0.05, 0.2), rel=1e-4)
 
 
-@pytest.mark.parametrize("model", [QWEN3, MIXTURE])
-def test_bfloat16_on_a_pipeline(computed, model):
+def test_bfloat16_on_a_pipeline(computed):
     """A stage computes exactly what one process computes, so the losses of the first step are bitwise identical.
 
     Gradients of shared tensors are summed in another order before they are rounded to bfloat16 (2^-8 = 4e-3 of a
     number). Weights therefore differ from the second step on, and later losses are not compared.
     """
-    one, two = computed.results[model, "bfloat16"], computed.results[model, "bfloat16 PP2"]
+    one, two = computed.results[MIXTURE, "bfloat16"], computed.results[MIXTURE, "bfloat16 PP2"]
     losses = [name for name in one.metrics[0] if name.endswith("loss")]
     assert {name: one.metrics[0][name] for name in losses} == {name: two.metrics[0][name] for name in losses}
-    differences = computed.differences(model, "bfloat16 PP2", base="bfloat16")
+    differences = computed.differences(MIXTURE, "bfloat16 PP2", base="bfloat16")
     assert_within(differences, {"grad_norm_1": 1e-5, "gradients": 2**-7})
     # Not float32 in disguise: precision shows against the float32 run.
-    assert computed.differences(model, "bfloat16")["loss"] > 1e-5
+    assert computed.differences(MIXTURE, "bfloat16")["loss"] > 1e-5
 
 
 def test_gradients_in_bfloat16(computed):
     """Only the sums of gradients are rounded: each of 8 additions by at most 2^-9 of the sum so far."""
-    names = ("bfloat16", *(f"bfloat16 gradients{layout}" for layout in ("", " DP2", " DP2+distopt")))
+    names = ("bfloat16", *(f"bfloat16 gradients{layout}" for layout in ("", " DP2+distopt")))
     exact, *rounded = (computed.results[MIXTURE, name].metrics[0] for name in names)
     for metrics in rounded:
         assert metrics["loss"] == pytest.approx(exact["loss"], rel=1e-6)  # ranks sum the loss in another order
         assert metrics["grad_norm"] != exact["grad_norm"]
         assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=8 * 2**-9)
-    assert rounded[1] == pytest.approx(rounded[2], rel=1e-6)  # ranks sum the norm in another order
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -237,9 +236,8 @@ def test_settings_of_megatron_core(computed, name):
     assert_within(computed.differences(SETTINGS[name][0], name, base=f"without {name}"), EXACT)
 
 
-@pytest.mark.parametrize("layout", ["DP2", "EP2"])
-def test_z_loss(computed, layout):
-    assert_within(computed.differences(MIXTURE, f"z-loss {layout}", base="z-loss"), parity.bounds_of("glm4_moe"))
+def test_z_loss(computed):
+    assert_within(computed.differences(MIXTURE, "z-loss EP2", base="z-loss"), parity.bounds_of("glm4_moe"))
     assert computed.differences(MIXTURE, "z-loss")["gradients"] > 0.1
 
 

@@ -24,7 +24,7 @@ from tests.tiers import all_but, selected
 
 pytestmark = pytest.mark.gloo
 
-SAVED_AT = 2
+SAVED_AT, LAST = 1, 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     **{name: (CASES[name].num_processes, CASES[name].options) for name in CASES},
@@ -134,7 +134,12 @@ def trained(request, tmp_path_factory) -> Trained:
         whole = (*key, judge, dtype)
         first.setdefault(num_processes, {}).setdefault(
             whole,
-            Job(models[key], root / "whole" / "-".join(map(str, whole)), SMALL | options | {"torch_dtype": dtype}),
+            Job(
+                models[key],
+                root / "whole" / "-".join(map(str, whole)),
+                SMALL | options | {"torch_dtype": dtype},
+                (1, LAST),
+            ),
         )
         num_processes, options = LAYOUTS[pair.saved]
         stopped = Job(
@@ -146,7 +151,7 @@ def trained(request, tmp_path_factory) -> Trained:
             models[key],
             root / "resumed" / pair.name,
             SMALL | options | dict(pair.options),
-            (SAVED_AT + 1, parity.STEPS),
+            (SAVED_AT + 1, LAST),
             resume=stopped.out_dir / f"checkpoint-{SAVED_AT}",
         )
     results: dict[Any, Result] = {}
@@ -171,7 +176,7 @@ def differences(trained: Trained, pair: Pair) -> dict[str, float]:
     )
 
 
-SLOW = (PAIRS[1], *PAIRS[4:7], *PAIRS[8:], SAME[1], SAME[4], SAME[6], *THERE_AND_BACK[1:3])
+SLOW = (PAIRS[1], *PAIRS[4:7], *PAIRS[8:], SAME[1], *SAME[3:7], *THERE_AND_BACK[1:3], THERE_AND_BACK[4])
 """Pairs whose layouts are also those of other pairs."""
 
 
@@ -199,9 +204,9 @@ def test_another_layout_hands_on_every_bit(tmp_path, pair):
         options = SMALL | layout | dict(pair.options)
         return Job(hf_dir, tmp_path / name, options, steps, checkpoint, save=True)
 
-    whole, _ = parity.run(num_saved, [job("whole", saved, (1, parity.STEPS)), job("stopped", saved, (1, SAVED_AT))])
+    whole, _ = parity.run(num_saved, [job("whole", saved, (1, LAST)), job("stopped", saved, (1, SAVED_AT))])
     parity.run(num_resumed, [job("there", resumed, (SAVED_AT + 1, SAVED_AT), "stopped")])
-    (back,) = parity.run(num_saved, [job("back", saved, (SAVED_AT + 1, parity.STEPS), "there")])
+    (back,) = parity.run(num_saved, [job("back", saved, (SAVED_AT + 1, LAST), "there")])
     assert back.metrics == whole.metrics[SAVED_AT:]
     assert all(torch.equal(back.weights[name], tensor) for name, tensor in whole.weights.items())
 
@@ -245,9 +250,8 @@ def bytes_to_load(hf_dir: Path) -> tuple[int, int]:
         return laid_out, sum(4 * len(slot.kinds) * slot.parameter.numel() for slot in slots)
 
 
-@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
-def test_a_rank_lays_out_its_share_of_the_optimizer(tmp_path, family):
-    hf_dir = parity.make_model(tmp_path / "model", family)
+def test_a_rank_lays_out_its_share_of_the_optimizer(tmp_path):
+    hf_dir = parity.make_model(tmp_path / "model", "glm4_moe")
     (first, whole), (second, _) = launch(2, bytes_to_load, hf_dir)
     assert first + second == whole
     # A parameter is read whole by one rank, so that the shares differ by the size of one at most.

@@ -11,17 +11,17 @@ import pytest
 from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.bridge.adapters.files import digest_of
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.train import run as training
 from swiftlite.train.checkpoint import base_digest
 from swiftlite.train.methods import reference
 from tests.parallel.launch import launch
+from tests.parallel.runs import train
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import write_pairs
 
 pytestmark = pytest.mark.gloo
 
-TIMEOUT_SECONDS = 10
+TIMEOUT_SECONDS = 8
 """Timeout in seconds. On a busy machine, two ranks can start seconds apart."""
 
 
@@ -53,7 +53,7 @@ def train_with_a_slow_disk(args: Any, seconds: float, round_seconds: float) -> i
 
     Checkpoint.chunks = slow  # pyright: ignore[reportAttributeAccessIssue]: this process ends with the run
     base_digest.ROUND_SECONDS = round_seconds
-    return training.run(args)
+    return train(args)
 
 
 @pytest.mark.parametrize("command", some_of(["sft", "dpo"], "dpo"))
@@ -82,7 +82,7 @@ def train_with_a_slow_reference(args: DpoArgs, seconds: float) -> int:
 
     reference.log_probabilities_of = slow
     reference.SLICE_PAIRS = 4
-    return training.run(args)
+    return train(args)
 
 
 def test_ranks_without_the_reference_model_do_not_wait_for_all_of_it(args, tmp_path):

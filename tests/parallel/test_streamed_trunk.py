@@ -13,12 +13,12 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.model.layers.streamed import StreamedBlock
-from swiftlite.train import run as training
 from tests.bridge.test_fp8 import make_fp8
 from tests.parallel.launch import launch
 from tests.parallel.parity import TP2_SP
+from tests.parallel.runs import train
 from tests.parallel.test_heads import options_of_a_cache
-from tests.tiers import all_but
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.test_sft import metrics
 
@@ -51,17 +51,9 @@ def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("way", all_but(WAYS, "EP2"))
+@pytest.mark.parametrize("way", some_of(WAYS, "TP2+SP, fit"))
 def test_same_bits(tmp_path, way):
     check_same_bits(tmp_path, *options(tmp_path, way))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", ["TP2+SP, fit", "CP2", "DP2, FP8"])
-def test_same_bits_in_each_precision(tmp_path, way, dtype):
-    whole, streamed = options(tmp_path, way)
-    check_same_bits(tmp_path, replace(whole, torch_dtype=dtype), replace(streamed, torch_dtype=dtype))
 
 
 @pytest.mark.slow
@@ -71,9 +63,9 @@ def test_expert_parallel_states_in_float32(tmp_path):
     """
     whole, streamed = options(tmp_path, "EP2")
     for args in (whole, streamed):
-        assert launch(2, training.run, replace(args, torch_dtype="float32")) == [0, 0]
+        assert launch(2, train, replace(args, torch_dtype="float32")) == [0, 0]
     files = sorted((tmp_path / "cache").glob("*.safetensors"))
-    assert len(files) > 5
+    assert len(files) > 3
     for file in files:
         expected, found = load_file(file), load_file(tmp_path / "streamed-cache" / file.name)
         states = "states_SBH"
@@ -84,7 +76,7 @@ def test_expert_parallel_states_in_float32(tmp_path):
 def check_same_bits(tmp_path: Path, whole: SftArgs, streamed: SftArgs) -> None:
     """Compare cache and metrics of both runs."""
     for args in (whole, streamed):
-        assert launch(2, training.run, args) == [0, 0]
+        assert launch(2, train, args) == [0, 0]
     assert content(tmp_path / "cache") == content(tmp_path / "streamed-cache")
     assert metrics(tmp_path / "run") == metrics(tmp_path / "streamed")
 
@@ -101,15 +93,15 @@ def killed(passes: int, args: SftArgs) -> None:
         return run_layer(self, *given)
 
     StreamedBlock.run_layer = run  # pyright: ignore[reportAttributeAccessIssue]: this process ends with the run
-    training.run(args)
+    train(args)
 
 
 def test_after_kill_the_finished_groups_are_kept(tmp_path):
-    whole, streamed = options(tmp_path, "EP2")
+    whole, streamed = options(tmp_path, "CP2")
     with pytest.raises(ProcessExitedException):
         launch(2, killed, 5, streamed)
-    assert 1 <= len(list((tmp_path / "streamed-cache").glob("*.safetensors"))) < 9
+    assert 1 <= len(list((tmp_path / "streamed-cache").glob("*.safetensors"))) < 5
     for args in (whole, replace(streamed, resume=True)):
-        assert launch(2, training.run, args) == [0, 0]
+        assert launch(2, train, args) == [0, 0]
     assert content(tmp_path / "cache") == content(tmp_path / "streamed-cache")
     assert metrics(tmp_path / "run") == metrics(tmp_path / "streamed")

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.images import Seen, extras_of
 from tests.parallel import parity
-from tests.parallel.parity import CASES, FEW_STEPS, SMALL, Job, Result, bounds_of
+from tests.parallel.parity import CASES, SMALL, Job, Result, bounds_of
 from tests.tiers import all_but, selected
 from tests.tiny import make_tiny_vision_hf
 
@@ -25,14 +25,15 @@ CHOSEN = {
     "qwen2_5_vl": ("TP2+SP", "PP2"),
     "qwen3_vl": ("TP2", "TP2+SP", "CP2", "DP2+overlap", "full uniform 1", "full uniform 2", "PP2", "PP4"),
 }
-PIPELINED = {"qwen3_5": ("PP2",), "qwen3_vl": ("PP2", "PP2xTP2")}
+PIPELINED = {"qwen3_5": ("PP2",), "qwen3_vl": ("PP2xTP2",)}
 """Cases without MTP heads, for which the outputs of the tower are not sent to other stages."""
 BATCHED: dict[str, dict[str, Any]] = {
     "PP2 padded": CASES["PP2"].options | {"micro_batch_size": 2},
-    "PP2 packed": CASES["PP2"].options | {"micro_batch_size": 2, "padding_free": True},
     "PP2xVPP2 packed": CASES["PP2xVPP2"].options | {"micro_batch_size": 2, "padding_free": True},
 }
 """Cases of qwen3_5 with several rows in a micro-batch."""
+STEPS = (1, 3)
+"""In two steps, some weights of the tower change so little that rounding was 1.2e-3 of the change."""
 LEARNING = {"freeze_vit": False, "freeze_aligner": False}
 ROWS: list[list[int | str]] = [[5, "0", 6], [2, "1", 3, "2", 4], [9], [7, "2", 3]]
 """With two data-parallel ranks, the last micro-batch of one rank in each step has no image."""
@@ -61,7 +62,7 @@ def make_job(hf_dir: Path, out_dir: Path, **options: Any) -> Job:
     rows = [Seen(hf_dir, ROWS[number % len(ROWS)], number) for number in range(SMALL["global_batch_size"] * 3)]
     samples = [row.sample(model) for row in rows]
     options = SMALL | LEARNING | options
-    return Job(hf_dir, out_dir, options, FEW_STEPS, samples=samples, extras=extras_of(hf_dir))
+    return Job(hf_dir, out_dir, options, STEPS, samples=samples, extras=extras_of(hf_dir))
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +99,10 @@ def computed(request, tmp_path_factory) -> dict[tuple[str, str], Result]:
 
 LAYOUTS = [(family, name) for family, names in CHOSEN.items() for name in names]
 SLOW_LAYOUTS = (
-    *(("qwen3_5", name) for name in ("DP2", "full uniform 1", "PP2xTP2", "PP2 MTP apart")),
+    *(("qwen3_5", name) for name in ("DP2", "full uniform 1", "PP2", "PP2xTP2", "PP2 MTP apart")),
     ("qwen3_5_moe", "PP2"),
     ("qwen2_5_vl", "PP2"),
-    *(("qwen3_vl", name) for name in ("TP2", "TP2+SP", "DP2+overlap", "full uniform 2", "PP2")),
+    *(("qwen3_vl", name) for name in ("TP2", "TP2+SP", "DP2+overlap", "full uniform 2", "PP2", "PP4")),
 )
 """What these layouts exchange is also exchanged by other layouts of the family, or with another family."""
 
@@ -128,7 +129,9 @@ def test_pipeline_stages_compute_what_one_process_does(computed, family, name):
     ("family", "name"),
     all_but(
         [(family, name) for name in FROZEN for family in CHOSEN],
-        *((family, name) for name in ("only aligner", "heads only") for family in ("qwen3_5_moe", "qwen2_5_vl")),
+        *((family, name) for name in FROZEN for family in ("qwen3_5_moe", "qwen2_5_vl")),
+        ("qwen3_5", "only aligner"),
+        ("qwen3_vl", "heads only"),
     ),
 )
 def test_frozen_parts_remain_bitwise_identical(computed, family, name):

@@ -43,7 +43,7 @@ def test_operations_are_those_that_torch_counts(name):
         hf_config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
     flops = training_flops(config)
-    for length in (1, 16, 33):
+    for length in (1, 33):
         # Eager attention multiplies all length ** 2 pairs, the causal ones are length * (length + 1) / 2.
         causal = flops.square * (length**2 + length)
         expected = flops.step(length, length**2, [length]) - causal + 2 * flops.square * length**2

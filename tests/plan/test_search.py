@@ -99,7 +99,7 @@ def test_layers_that_do_not_divide_leave_the_last_stage_fewer():
 
 
 def test_experts_are_shared_inside_a_machine():
-    best = ranked(args(global_batch_size=256), on(QWEN3_30B, 16), H100, 80)[0]
+    best = ranked(args(global_batch_size=256, pipeline_model_parallel_size=2), on(QWEN3_30B, 16), H100, 80)[0]
     assert 1 < best.args.expert_model_parallel_size <= 8
 
 
@@ -117,7 +117,9 @@ def test_how_many_gpus_it_takes():
     more = larger(args(), on(QWEN3_8B, 1), H100, 80)
     assert more == (4, 256)  # 147 GB of state: two are too few
     assert ranked(args(global_batch_size=256), on(QWEN3_8B, 4), H100, 80)
-    assert larger(args(tensor_model_parallel_size=1), on(QWEN3_8B, 1), H100, 0.01) is None
+    assert (
+        larger(args(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), on(QWEN3_8B, 1), H100, 0.01) is None
+    )
 
 
 def test_a_batch_that_no_layout_divides():

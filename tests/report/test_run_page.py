@@ -42,8 +42,12 @@ def run(tmp_path):
     return write_run(tmp_path / "run")
 
 
-def test_what_matters_comes_first(run):
-    page = run_page(read_run(run))
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return run_page(read_run(write_run(tmp_path_factory.mktemp("page") / "run")))
+
+
+def test_what_matters_comes_first(page):
     assert mentions(page.title, "run")
     assert mentions(page.lead, "43.3 0.0")
     accepted, per_step, engine, loss, *_, time = page.tiles
@@ -64,8 +68,8 @@ def test_what_matters_comes_first(run):
     ]
 
 
-def test_figures_have_the_numbers_of_the_files(run):
-    found = figures(run_page(read_run(run)))
+def test_figures_have_the_numbers_of_the_files(page):
+    found = figures(page)
     assert mention_each(found["acceptance"].table.columns, ["", "1", "2", "3"])
     assert found["acceptance"].table.rows[0] == ["0", "50.0\u00a0%", "40.0\u00a0%", "30.0\u00a0%"]  # before training
     assert found["acceptance"].table.rows[-1][:2] == ["6", "85.7\u00a0%"]
@@ -78,8 +82,7 @@ def test_figures_have_the_numbers_of_the_files(run):
     assert [row[0] for row in found["channels"].table.rows] == ["What is it?", "tale"]
 
 
-def test_the_time_of_a_step_is_divided_into_its_parts(run):
-    page = run_page(read_run(run))
+def test_the_time_of_a_step_is_divided_into_its_parts(page):
     chart = figures(page)["time"]
     assert chart.series == ["data", "forward", "backward", "optimizer", "checkpoint", "other"]
     without_checkpoint = ["0.25", "0.5", "1", "0.125", "0", "0.125"]
@@ -96,16 +99,16 @@ def test_times_of_a_resumed_run_name_their_steps(run):
     assert mention_each(notes, [f"3 {report['steps']}"])
 
 
-def test_ranks_are_compared_if_there_are_several(run):
-    assert "ranks" not in figures(run_page(read_run(run)))
+def test_ranks_are_compared_if_there_are_several(run, page):
+    assert "ranks" not in figures(page)
     with (run / "metrics.jsonl").open("a") as file:
         ranks = {"time/fastest": 1.0, "time/fastest_rank": 2, "time/slowest": 1.5, "time/slowest_rank": 0}
         file.write(json.dumps({"step": 7, **ranks}) + "\n")
     assert figures(run_page(read_run(run)))["ranks"].table.rows == [["7", "1", "1.5"]]
 
 
-def test_each_answer_says_how_much_of_it_was_drafted(run):
-    (section,) = [each for each in run_page(read_run(run)).sections if each.answers]
+def test_each_answer_says_how_much_of_it_was_drafted(page):
+    (section,) = [each for each in page.sections if each.answers]
     first, second = section.answers
     assert mentions(first.note, "4 7 2")
     assert first.before
@@ -113,8 +116,7 @@ def test_each_answer_says_how_much_of_it_was_drafted(run):
     assert not second.before
 
 
-def test_what_became_of_the_rows_and_how_it_was_run(run):
-    page = run_page(read_run(run))
+def test_what_became_of_the_rows_and_how_it_was_run(page):
     found = rows(page)
     assert [row[1:] for row in found].count(["7", "5", "2", "99"]) == 2  # of all files, and of each
     assert ["What is it?", "7", "5", "2", "99"] in found
@@ -145,9 +147,9 @@ def test_a_run_that_was_stopped_has_a_page_as_well(run):
 
 
 def test_an_empty_directory_has_a_page_too(tmp_path):
-    page = run_page(read_run(tmp_path))
-    assert page.lead
-    assert list(page.tiles) == []
+    empty = run_page(read_run(tmp_path))
+    assert empty.lead
+    assert list(empty.tiles) == []
     assert write_run_page(tmp_path) == tmp_path / "run_report.html"
 
 
@@ -156,7 +158,7 @@ def test_the_same_files_make_the_same_page(run):
 
 
 def test_a_page_of_a_long_run_is_small(tmp_path):
-    run = write_run(tmp_path / "run", steps=20_000)
+    run = write_run(tmp_path / "run", steps=5_000)
     assert write_run_page(run).stat().st_size < 600_000
 
 

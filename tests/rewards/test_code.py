@@ -49,8 +49,6 @@ def test_the_fraction_of_tests_that_pass(tests, expected):
     "program",
     [
         "not Python",
-        "raise SystemExit(0)",
-        "import os; os._exit(0)",
         "import os; os.kill(os.getpid(), 9)",
         "print('+' * 1000)",
         "x = bytearray(4 * 1024**3); add = lambda a, b: 3",

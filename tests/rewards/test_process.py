@@ -259,11 +259,13 @@ FAILURES = {  # tokens of the message, by function
     "huge": "OverflowError",
     "matrix": "0",
     "coroutine": "coroutine",
+    "raises_later": "ValueError: this is the reason",
+}
+ENDS = {  # the same, of functions that end their process
     "exits": "exit code 4",
     "killed": "SIGKILL",
     "crashes": "SIGSEGV",
     "exits_later": "exit code 4",
-    "raises_later": "ValueError: this is the reason",
 }
 
 
@@ -284,21 +286,30 @@ def failed_once(rewards: RewardProcess, name: str, tokens: str) -> None:
     assert mentions(failure, f"{name} {tokens}")
 
 
-@pytest.mark.parametrize("name", FAILURES)
-def test_a_failure(plugin, name):
+def test_failures(plugin):
+    with opened(plugin, "good", *FAILURES, "array", "also") as rewards:
+        scored = score(rewards)
+    assert scored.rewards == [[3, 5], *[[None, None]] * len(FAILURES), [0.5, 1.5], [2, 2]]
+    for failure, (name, tokens) in zip(scored.failures, FAILURES.items(), strict=True):
+        assert mentions(failure, f"{name} {tokens}")
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_end_of_the_process(plugin, name):
     with opened(plugin, "good", name, "array", "also") as rewards:
-        failed_once(rewards, name, FAILURES[name])
+        failed_once(rewards, name, ENDS[name])
 
 
-@pytest.mark.parametrize("name", ["raises", "raises_later", "leaves", "crashes", "exits", "few"])
+@pytest.mark.parametrize("name", ["raises_later", "leaves", "crashes", "few"])
 def test_the_third_failure_in_a_row_ends_the_run(plugin, name):
     with opened(plugin, "good", name, "array", "also") as rewards:
-        failed_once(rewards, name, FAILURES[name])
-        failed_once(rewards, name, FAILURES[name])
-        with pytest.raises(UserError, match=naming(f"--reward_funcs {name} {FAILURES[name]} {plugin}")) as caught:
+        tokens = (FAILURES | ENDS)[name]
+        failed_once(rewards, name, tokens)
+        failed_once(rewards, name, tokens)
+        with pytest.raises(UserError, match=naming(f"--reward_funcs {name} {tokens} {plugin}")) as caught:
             score(rewards)
-    assert mentions(str(caught.value), "File line") == (name not in ("exits", "few")), "the traceback of the function"
-    if name in ("raises", "raises_later", "leaves"):
+    assert mentions(str(caught.value), "File line") == (name != "few"), "the traceback of the function"
+    if name in ("raises_later", "leaves"):
         assert "child.py" not in str(caught.value), "the traceback starts in the user's file"
 
 

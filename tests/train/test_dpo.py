@@ -154,7 +154,7 @@ def test_at_the_first_step_the_model_is_its_own_reference(options, mesh):
 
 @pytest.mark.parametrize(
     ("changed", "merge_lora"),
-    [({}, True), ({"tuner_type": "lora"}, True), ({"tuner_type": "lora"}, False)],
+    [({}, True), ({"tuner_type": "lora"}, False)],
 )
 def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path, changed, merge_lora):
     """Log-probabilities of the export equal those of the trained model, with transformers and, for
@@ -182,9 +182,9 @@ def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path
     assert heads
 
 
-@pytest.mark.parametrize("changed", [{}, {"packing": True, "packing_length": 128, "max_length": 64}])
-def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path, changed):
-    constant = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, **changed}
+def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path):
+    constant = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0}
+    constant |= {"packing": True, "packing_length": 128, "max_length": 64}
     unbroken = train(options(output_dir=str(tmp_path / "unbroken"), **constant), mesh)
     stopped = options(output_dir=str(tmp_path / "stopped"), train_iters=2, **constant)
     train(stopped, mesh)

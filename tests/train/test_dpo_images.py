@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from swiftlite.data.sample import Sample
 from tests.data.images import noise
 from tests.images import SampleRow, VisionReference, make_vision_hf_with_tokenizer
 from tests.messages import naming
-from tests.tiny import VISION_TOWERS, per_expert
+from tests.tiny import per_expert
 from tests.train.pairs import LOSSES, first_step, train
 from tests.train.prepared import prepare
 from tests.train.test_dpo import formula
 from tests.train.test_image_runs import changed_parts, export, weights
-from tests.train.test_sft import metrics
 from tests.train.test_sft import train as train_and_measure
 
 NUM_ROWS = 9
@@ -32,7 +30,7 @@ TRAINED: dict[str, Any] = {"freeze_vit": False, "freeze_aligner": False}
 RATED: dict[str, Any] = {"loss_type": "kto", "desirable_weight": 0.7, "undesirable_weight": 1.3, "beta": 0.2}
 
 
-@pytest.fixture(params=VISION_TOWERS)
+@pytest.fixture
 def family(request) -> str:
     return request.param
 
@@ -139,24 +137,22 @@ def check_gradients(hf_dir: Path, found: dict[str, torch.Tensor], expected: dict
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-4 * largest + 1e-9, msg=name)
 
 
-# Each loss with one family, and sigmoid with all.
-CASES = [
-    *((family, "sigmoid") for family in VISION_TOWERS),
-    *(("qwen3_5", loss_type) for loss_type in LOSSES if loss_type != "sigmoid"),
-]
-
-
-@pytest.mark.parametrize(("family", "loss_type"), CASES, indirect=["family"])
+# tests/train/test_dpo.py has the other losses. With orpo, rows are packed and there is no reference model.
+@pytest.mark.parametrize(
+    ("family", "loss_type"),
+    [("qwen3_5", "orpo"), ("qwen2_5_vl", "sigmoid"), ("qwen3_vl", "sigmoid")],
+    indirect=["family"],
+)
 def test_loss_and_gradients_are_those_of_transformers(options, mesh, models, family, loss_type):
     """The head adds its loss on the preferred answers."""
-    args = options(loss_type=loss_type, padding_free=loss_type in ("ipo", "orpo"), **TRAINED, **LOSSES[loss_type])
+    args = options(loss_type=loss_type, padding_free=loss_type == "orpo", **TRAINED, **LOSSES[loss_type])
     ours, gradients, pairs = first_step(args, mesh)
     assert {len(pair.extras[PATCHES].images) if PATCHES in pair.extras else 0 for pair in pairs} == {0, 1, 2}
 
     model, reference = (Scorer(hf_dir, family) for hf_dir in models)
     losses, nll, tokens, rewards, log_p = [], torch.zeros(()), 0, [], []
     head_loss, head_tokens = torch.zeros(()), 0
-    needs_reference = loss_type not in ("simpo", "orpo")
+    needs_reference = loss_type != "orpo"
     for pair in pairs:
         (chosen, length), (rejected, other_length) = (model.log_p(answer) for answer in pair.sequences)
         with torch.no_grad():
@@ -168,8 +164,7 @@ def test_loss_and_gradients_are_those_of_transformers(options, mesh, models, fam
         nll, tokens = nll - chosen, tokens + length
         own_loss, own_tokens = model.head_loss(pair)
         head_loss, head_tokens = head_loss + own_loss, head_tokens + own_tokens
-    weight = {"simpo": args.cpo_alpha, "orpo": 1.0}.get(loss_type, 0.0)
-    loss = torch.stack(losses).mean() + weight * nll / tokens
+    loss = torch.stack(losses).mean() + (loss_type == "orpo") * nll / tokens
     (loss + args.mtp_loss_scaling_factor * head_loss / head_tokens).backward()
     # Sums of float32 over log-probabilities of about 100, in another order.
     assert ours["loss"] == pytest.approx(float(loss.detach()), rel=2e-5)
@@ -179,6 +174,7 @@ def test_loss_and_gradients_are_those_of_transformers(options, mesh, models, fam
     check_gradients(models[0], gradients, model.gradients())
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe"], indirect=True)
 def test_kto_is_that_of_transformers(options, mesh, models, family):
     args = options(**RATED, **TRAINED)
     ours, gradients, samples = first_step(args, mesh)
@@ -213,30 +209,13 @@ def test_kto_is_that_of_transformers(options, mesh, models, family):
     ("more", "trained"),
     [
         ({"tuner_type": "lora", "lora_rank": 4}, {"trunk", "heads"}),
-        ({}, {"trunk", "heads"}),
-        ({"freeze_vit": False, "vit_lr": 1e-3}, {"trunk", "heads", "tower"}),
-        ({"freeze_llm": True, "freeze_aligner": False, "aligner_lr": 1e-3}, {"aligner", "heads"}),
-        ({"padding_free": True, **TRAINED}, {"trunk", "heads", "tower", "aligner"}),
-        (RATED, {"trunk", "heads"}),
-        (RATED | TRAINED, {"trunk", "heads", "tower", "aligner"}),
+        ({"freeze_llm": True, "freeze_aligner": False, "aligner_lr": 1e-3, **RATED}, {"aligner", "heads"}),
     ],
-    ids=["lora", "defaults", "tower", "aligner", "packed", "kto", "kto-tower"],
+    ids=["lora", "aligner, kto"],
 )
 def test_the_parts_that_the_options_name_are_trained(options, mesh, models, more, trained):
-    run = train(options(ref_model=None, **more), mesh)
+    run = train(options(ref_model=None, train_iters=1, **more), mesh)
     assert changed_parts(weights(models[0]), export(run, mesh)) == trained
-
-
-@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
-@pytest.mark.parametrize("changed", [{}, RATED, {"packing": True, "packing_length": 256, "max_length": 128}])
-def test_a_resumed_run_continues_with_the_same_losses(options, mesh, tmp_path, changed):
-    usual = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, "global_batch_size": 3, **TRAINED, **changed}
-    unbroken = train(options(output_dir=str(tmp_path / "unbroken"), **usual), mesh)
-    stopped = options(output_dir=str(tmp_path / "stopped"), train_iters=2, **usual)
-    train(stopped, mesh)
-    resumed = train(replace(stopped, train_iters=4, resume=True), mesh)
-    steps = [[line for line in metrics(run) if "loss" in line] for run in (unbroken, resumed)]
-    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
@@ -285,6 +264,6 @@ def test_a_reference_that_divides_images_otherwise_is_refused(options, mesh, mod
 @pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
 def test_acceptance_has_prompts_with_images(options, mesh):
     held_out = {"split_dataset_ratio": 0.4, "acceptance_samples": 4, "acceptance_max_new_tokens": 4}
-    run = train_and_measure(options(global_batch_size=3, **held_out), mesh)
+    run = train_and_measure(options(global_batch_size=3, train_iters=1, **held_out), mesh)
     acceptance = json.loads((run / "acceptance.json").read_text())
     assert "images" in acceptance["after"]["generated_by_channel"]

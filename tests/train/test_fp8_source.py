@@ -20,8 +20,8 @@ quantized = pytest.importorskip("tests.quantized", exc_type=ImportError)
 
 BLOCK = quantized.BLOCK[0]
 FP8: dict[str, Any] = {"quant_method": "fp8", "quant_block": BLOCK}
-LORA: dict[str, Any] = {"tuner_type": "lora", "target_modules": ["q_proj"], "lora_rank": 4}
-FULL: dict[str, Any] = {"torch_dtype": "bfloat16"}
+LORA: dict[str, Any] = {"tuner_type": "lora", "target_modules": ["q_proj"], "lora_rank": 4, "train_iters": 2}
+FULL: dict[str, Any] = {"torch_dtype": "bfloat16", "train_iters": 1}
 SCALE = "_scale_inv"
 
 
@@ -90,6 +90,7 @@ def test_what_did_not_change_keeps_its_codes(options, mesh, tmp_path, family, na
     run = train(options(model=str(model), **run_options), mesh)
     dequantize = {"dequantize": True} if run_options is HEADS else {}
     trained = stored(export(run, mesh, **dequantize).rename(tmp_path / "trained"))
+    assert "quantization_config" not in read_config(tmp_path / "trained")
     hf = export(run, mesh, **FP8, **dequantize)
     kept, changed = check(model, hf, trained)
     heads = split_by_mtp(model, trained)[1].keys()

@@ -82,19 +82,15 @@ def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     ("more", "trained"),
     [
         ({"tuner_type": "lora", "lora_rank": 4}, {"trunk", "heads"}),
-        ({}, {"trunk", "heads"}),
         ({"freeze_vit": False, "vit_lr": 1e-3}, {"trunk", "heads", "tower"}),
         ({"freeze_llm": True, "freeze_aligner": False}, {"aligner", "heads"}),
         ({"mtp_mode": "heads_only"}, {"heads"}),
         ({"padding_free": True, "freeze_vit": False, "freeze_aligner": False}, {"trunk", "heads", "tower", "aligner"}),
     ],
-    ids=["lora", "defaults", "tower", "aligner", "heads", "packed"],
+    ids=["lora", "tower", "aligner", "heads", "packed"],
 )
 def test_the_parts_that_the_options_name_are_trained(model, seeing, mesh, more, trained):
-    run = train(seeing(**more), mesh)
-    losses = [line["loss"] for line in metrics(run) if "loss" in line]
-    assert len(losses) == 4
-    assert all(loss > 0 for loss in losses)
+    run = train(seeing(train_iters=1, **more), mesh)
     assert changed_parts(weights(model), export(run, mesh)) == trained
 
 
@@ -162,7 +158,7 @@ def test_stored_states_of_the_trunk_replace_images(seeing, mesh, decoded, tmp_pa
 
 
 def test_acceptance_has_prompts_with_images_as_a_channel(seeing, mesh, tmp_path):
-    run = train(seeing(acceptance_samples=3, acceptance_max_new_tokens=4, split_dataset_ratio=0.3), mesh)
+    run = train(seeing(train_iters=1, acceptance_samples=3, acceptance_max_new_tokens=4, split_dataset_ratio=0.3), mesh)
     acceptance = json.loads((run / "acceptance.json").read_text())
     assert "images" in acceptance["after"]["generated_by_channel"]
     answers = json.loads((run / "drafts.json").read_text())["after"]

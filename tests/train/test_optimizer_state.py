@@ -26,6 +26,7 @@ from swiftlite.train.checkpoint.optimizer_state import MOMENTS, Slot, slots_of, 
 from swiftlite.train.checkpoint.state import CheckpointState
 from swiftlite.train.optim import make_optimizer, wrap_model
 from tests.groups import SecondOfTwo, as_second_rank
+from tests.tiers import pairwise
 from tests.tiny import make_tiny_hf
 from tests.torchao_here import torchao as torchao
 
@@ -34,7 +35,10 @@ STATE = CheckpointState(step=0, mtp_num_layers=1, torch_dtype="float32")
 SAVED_AFTER, UPDATES = 2, 4
 
 
-@pytest.fixture(scope="module", params=["qwen3", "glm4_moe"])
+FAMILIES = ("qwen3", "glm4_moe")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def hf_model(request, tmp_path_factory) -> HfModel:
     """Write two models. The second has experts, whose optimizer is one of several in a chain."""
     return resolve(make_tiny_hf(tmp_path_factory.mktemp("hf"), request.param, depth=1))
@@ -116,24 +120,26 @@ def test_an_owner_reads_and_writes_the_main_replica(hf_model, mesh):
 
 
 @pytest.mark.parametrize(
-    "is_distributed",
-    [(False, False), (False, True), (True, False), (True, True)],
-    ids=["plain", "plain to distributed", "distributed to plain", "distributed"],
+    ("hf_model", "optimizer_and_dtype", "saves_distributed", "resumes_distributed"),
+    pairwise(
+        FAMILIES,
+        [("adamw", "float32"), ("adamw", "bfloat16"), ("adamw_8bit", "bfloat16")],
+        [False, True],
+        [False, True],
+    ),
+    indirect=["hf_model"],
 )
-@pytest.mark.parametrize(
-    ("optimizer", "dtype"), [("adamw", "float32"), ("adamw", "bfloat16"), ("adamw_8bit", "bfloat16")]
-)
-def test_updates_go_on(hf_model, mesh, tmp_path, request, optimizer, dtype, is_distributed):
+def test_updates_go_on(hf_model, mesh, tmp_path, request, optimizer_and_dtype, saves_distributed, resumes_distributed):
     """A checkpoint in either of megatron-core's two formats is resumed in both formats.
 
     With bfloat16, the checkpoint also contains float32 main weights. 8-bit moments are restored exactly, although the
     checkpoint contains them as float32.
     """
+    optimizer, dtype = optimizer_and_dtype
     if optimizer == "adamw_8bit":
         request.getfixturevalue("torchao")
-    unbroken, resumed = (
-        learn(hf_model, mesh, dtype, form, seed, optimizer) for seed, form in enumerate(is_distributed)
-    )
+    unbroken = learn(hf_model, mesh, dtype, saves_distributed, 0, optimizer)
+    resumed = learn(hf_model, mesh, dtype, resumes_distributed, 1, optimizer)
     assert_goes_on(unbroken, resumed, tmp_path, mesh)
 
 

@@ -106,7 +106,7 @@ def test_the_last_box_counts():
 
 def test_a_slow_answer_costs_only_its_own_score():
     texts = [r"\boxed{11}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(10^{9})!}", r"\boxed{11}"]
-    with RewardProcess(["accuracy"], [], RewardSettings(timeout=10.0, answer_timeout=3.0)) as process:
+    with RewardProcess(["accuracy"], [], RewardSettings(timeout=10.0, answer_timeout=1.0)) as process:
         scored = process.score([[]] * 4, texts, [[1]] * 4, {"answer": ["11"] * 4}, 1)
     assert scored.failures == []
     assert scored.rewards == [[1.0, 0.0, 0.0, 1.0]]
@@ -124,14 +124,6 @@ def test_programs_at_the_end_of_a_generation_are_scored():
     assert scored.rewards == [[0.0] * num_processes() + [1.0] * 2]
 
 
-def test_a_template_that_opens_the_reasoning_is_supported():
-    texts = ["so\n</think>\n11", "so\n</think>\n", "<think>so</think>11", "<think>so</think>"]
-    with RewardProcess(["format"]) as process:
-        for prompt, scores in (("5+6?<think>\n", [1.0, 0.0, 0.0, 0.0]), ("5+6?", [0.0, 0.0, 1.0, 0.0])):
-            scored = process.score([[]] * 4, texts, [[1]] * 4, {}, 1, [prompt] * 4)
-            assert scored.rewards == [scores]
-
-
 def test_the_digest_is_that_of_the_executed_file(tmp_path):
     """Also if the file has changed or is missing when a child that ended is replaced."""
     plugin = tmp_path / "rewards.py"
@@ -144,15 +136,6 @@ def test_the_digest_is_that_of_the_executed_file(tmp_path):
         assert process.score([[]], ["a"], [[1]], {}, 1).rewards == [[None]]
         assert process.score([[]], ["a"], [[1]], {}, 2).rewards == [[1.0]]
         assert process.identity == before
-
-
-def test_nan_is_no_score_of_one_completion(tmp_path):
-    plugin = tmp_path / "rewards.py"
-    plugin.write_text("def f(completions): return [float('nan'), 1.0]\n")
-    with RewardProcess(["f"], [plugin]) as process:
-        for step in range(3):
-            scored = process.score([[]] * 2, ["a", "b"], [[1]] * 2, {}, step)
-            assert (scored.rewards, scored.failures) == ([[None, 1.0]], [])
 
 
 def test_a_function_that_changes_its_arguments_does_not_affect_others(tmp_path):

@@ -24,7 +24,7 @@ STARTS = 60.0
 """Seconds for the starts of servers."""
 START_OF_OTHER = 30.0
 """Seconds for the start of an engine that is only compared."""
-MEASURED_SHARE = 0.85
+MEASURED_SHARE = 0.7
 """Ratio of the seconds that `bench` is given to those that it may take. It completes the requests that it started."""
 MIN_BENCH = 60.0
 """Minimum of seconds for the measurements of `bench`."""
