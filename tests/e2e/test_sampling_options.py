@@ -9,6 +9,7 @@ starts once.
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -509,7 +510,7 @@ def test_a_server_whose_weights_are_mixed_answers_no_more(live, models, answers)
     def killing() -> Iterator[dict[str, torch.Tensor]]:
         first, second = buckets_of(models.new)
         yield first
-        live.server.kill()
+        os.killpg(live.server.pid, signal.SIGKILL)  # the forked engine has inherited the listening socket
         live.server.wait()
         yield second
 
