@@ -198,43 +198,6 @@ def wait_for_a_save(process, run: Path) -> None:
         time.sleep(0.0005)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "is_async"), [(1, "false"), (1, "true"), (2, "false")])
-def test_a_signal_to_the_whole_group_does_not_end_a_save(commands, sft, tmp_path, processes, is_async):
-    """In CI, test_launched.py sends the signal to two ranks."""
-    run = tmp_path / "run"
-    frequent = ("--save_steps", "1", "--train_iters", "500", "--async_save", is_async, "--acceptance_samples", "0")
-    process = commands.start_for_real(*sft, *frequent, "--output_dir", run, NPROC_PER_NODE=str(processes))
-    wait_for_a_save(process, run)
-    os.killpg(process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "--resume" in errors
-    assert "Traceback" not in errors
-    steps = [int(path.name.removeprefix("checkpoint-")) for path in run.glob("checkpoint-*")]
-    assert max(steps) == read_metrics(run)[-1]["step"]
-    assert not list(run.glob(".checkpoint-*"))
-
-
-@pytest.mark.slow
-def test_signals_that_come_twice_do_not_end_a_save(commands, sft, tmp_path):
-    """SLURM sends a signal to every process, and torchrun also forwards its own signal to the ranks."""
-    run = tmp_path / "run"
-    frequent = ("--save_steps", "1", "--train_iters", "500", "--acceptance_samples", "0")
-    process = commands.start_for_real(*sft, *frequent, "--output_dir", run, NPROC_PER_NODE="2")
-    wait_for_a_save(process, run)
-    for rank in psutil.Process(process.pid).children():
-        rank.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "--resume" in errors
-    steps = [int(path.name.removeprefix("checkpoint-")) for path in run.glob("checkpoint-*")]
-    assert max(steps) == read_metrics(run)[-1]["step"]
-    assert not list(run.glob(".checkpoint-*"))
-
-
 def test_nothing_lives_on_after_a_kill_in_an_asynchronous_save(commands, sft, tmp_path):
     run = tmp_path / "run"
     frequent = ("--save_steps", "1", "--train_iters", "500", "--async_save", "true", "--acceptance_samples", "0")
