@@ -6,11 +6,9 @@ import pickle
 import re
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from swiftlite.args.commands import BenchArgs, deploy_args
@@ -23,7 +21,6 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.engine import TransformersEngine
 from tests.evil import Evil
 from tests.messages import naming
-from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +29,8 @@ GUARANTEES = {
     "Python files that come": [
         "tests/test_security.py::test_python_files_of_a_model_do_not_run",
         "tests/e2e/test_current_directory.py::test_nothing_in_the_current_directory_is_executed",
-        "tests/e2e/test_current_directory.py::test_ranks_execute_nothing_in_the_current_directory",
+        "tests/e2e/test_launched.py::test_ranks_execute_nothing_in_the_current_directory",
+        "tests/e2e/test_sampling_options.py::test_a_server_executes_nothing_in_the_current_directory",
     ],
     "Weights are read only from": ["tests/test_security.py::test_pickled_weights_are_not_opened"],
     "A checkpoint cannot execute code:": [
@@ -73,10 +71,10 @@ GUARANTEES = {
         "tests/hub/test_name.py::test_names_of_datasets",
         "tests/hub/test_model.py::test_a_directory_stays_what_it_is",
     ],
-    "Ranks on one machine": ["tests/test_security.py::test_ranks_on_one_machine_listen_to_it_alone"],
+    "Ranks on one machine": ["tests/e2e/test_launched.py::test_ranks_on_one_machine_listen_to_it_alone"],
     "The servers of": [
         "tests/serve/test_deploy.py::test_sglang_is_told_all_three_numbers",
-        "tests/e2e/test_engines.py::test_deploy_becomes_the_server",
+        "tests/e2e/test_sampling_options.py::test_deploy_becomes_the_server",
         "tests/test_security.py::test_the_servers_of_bench_listen_to_this_machine_alone",
     ],
     "Keys and tokens in options,": [
@@ -231,47 +229,3 @@ def test_rows_and_answers_are_not_logged(ran):
     directory, printed = ran
     assert WORD in (directory / "answers.jsonl").read_text()
     assert WORD not in printed
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("processes", some_of([1, 2], 2))
-def test_ranks_on_one_machine_listen_to_it_alone(tmp_path, processes):
-    """This also holds if the host name is a network address, as usual. Only root can set this up."""
-    make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
-    (tmp_path / "rows.jsonl").write_text('{"query": "q", "response": "a"}\n' * 8)
-    options = "--torch_dtype float32 --micro_batch_size 2 --global_batch_size 4 --train_iters 100000"
-    command = [*_on_the_network(), sys.executable, "-m", "swiftlite", "megatron", "sft", *options.split()]
-    command += "--model model --dataset rows.jsonl --acceptance_samples 0 --output_dir run".split()
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"NPROC_PER_NODE": str(processes), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        first = psutil.Process(process.pid)
-        family = [first, *first.children(recursive=True)]
-        sockets = [socket for member in family for socket in member.net_connections()]
-    finally:
-        os.killpg(process.pid, 9)
-        process.wait()
-    listening = [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]
-    assert len(listening) >= processes
-    assert set(listening) == {"127.0.0.1"}
-
-
-def _on_the_network() -> list[str]:
-    """Return words that run a command on a machine whose name is its network address; empty if this is not possible."""
-    addresses = [address.address for interface in psutil.net_if_addrs().values() for address in interface]
-    outside = [address for address in addresses if re.fullmatch(r"[\d.]+", address) and address != "127.0.0.1"]
-    if not outside:
-        return []
-    words = ["unshare", "--uts", "sh", "-c", f'hostname {outside[0]} && exec "$@"', "sh"]
-    return words if subprocess.run([*words, "true"], capture_output=True).returncode == 0 else []

@@ -4,8 +4,6 @@ import json
 import os
 import resource
 import struct
-import subprocess
-import sys
 import zlib
 from functools import partial
 from io import BytesIO
@@ -26,6 +24,7 @@ from swiftlite.data.rows.row_error import RowError
 from swiftlite.data.template import ChatTemplate
 from tests.data.images import VISION, encoded, make_image_encoder, noise, with_vision, writer
 from tests.data.templates import train_bytes
+from tests.forked import Host
 from tests.messages import mentions
 
 GOOD = {"query": "What is <image>?", "response": "A fox.", "images": ["good.png"]}
@@ -240,10 +239,9 @@ def test_memory_of_bombs_is_bounded(root):
     # 400,000,000 pixels of one bit: 50 MB of zeros, compressed to 50 KB.
     (root / "pixels.png").write_bytes(png(20_000, 20_000, bytes(20_000 * 2_501), bits=1, color=0))
     assert max((root / name).stat().st_size for name in BOMBS) < 200_000
-    command = [sys.executable, "-W", "ignore", "-m", __name__, str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < GROWTH_MB
+    host = Host([], {})
+    assert host.call(measure, root) < GROWTH_MB
+    host.close()
 
 
 def measure(root: Path) -> int:
@@ -257,7 +255,3 @@ def measure(root: Path) -> int:
             continue
         raise AssertionError(f"{name} was read")
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
-
-
-if __name__ == "__main__":
-    print(measure(Path(sys.argv[1])))

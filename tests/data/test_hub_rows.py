@@ -72,9 +72,12 @@ def answered(tmp_path_factory) -> dict[str, str]:
     with hub_with_rows() as hub:
         hub.add("org/seen", {"train.parquet": (directory / "train.parquet").read_bytes()}, kind="datasets")
         hub.add("org/gated", {"README.md": b"", "a.jsonl": b"{}"}, kind="datasets").gated = True
-        calls = [*map(read, (*GOOD, *BAD)), (f"{__name__}:images", "org/seen")]
-        found = answers(hub, directory / "home", *calls)
-        return dict(zip((*GOOD, *BAD, "org/seen", "url"), (*found, hub.url), strict=True))
+        hub.add("org/private", {"rows.jsonl": lines({"query": "q", "response": "a"})}, kind="datasets").private = True
+        calls = [*map(read, (*GOOD, *BAD, "org/private")), (f"{__name__}:images", "org/seen")]
+        calls.append((f"{__name__}:shown_without_datasets", "org/rows"))
+        found = answers(hub, directory / "home", *calls, HF_TOKEN=TOKEN)
+        names = (*GOOD, *BAD, "org/private", "org/seen", "without datasets", "url")
+        return dict(zip(names, (*found, hub.url), strict=True))
 
 
 def read(spec: str) -> tuple[str, str]:
@@ -155,17 +158,9 @@ def test_what_cannot_be_had_says_what_to_type(answered):
     assert mentions(mixed, "org/mixed")
 
 
-def test_no_network_and_nothing_in_the_cache(tmp_path):
-    (offline,) = answers(None, tmp_path / "home", read("org/rows"), HF_HUB_OFFLINE="1")
-    assert "hf download --repo-type dataset org/rows" in offline
-
-
-def test_a_private_dataset_and_a_missing_package(hub, tmp_path):
-    hub.repositories["datasets/org/rows"].private = True
-    without = (f"{__name__}:shown_without_datasets", "org/rows")
-    private, missing = answers(hub, tmp_path / "home", read("org/rows"), without, HF_TOKEN=TOKEN)
-    assert json.loads(private)["rows"] == 20
-    problem, hint = missing.splitlines()
+def test_a_private_dataset_and_a_missing_package(answered):
+    assert json.loads(answered["org/private"])["rows"] == 1
+    problem, hint = answered["without datasets"].splitlines()
     assert mentions(problem, "UserError: org/rows datasets")
     assert mentions(hint, "pip install datasets")
 

@@ -106,7 +106,7 @@ def test_a_stream_goes_on_bit_for_bit(make_rows, write_jsonl, buffer_size):
     path = write_jsonl([*rows[:7], BAD, *rows[7:], row(99, words=60)])
     options = {"buffer_size": buffer_size, "max_bad_rows": 1}
     unbroken = make_rows([path], **options).take(70)
-    for cut in (0, 1, 2, 5, 9, 20, 33, 50):
+    for cut in (0, 2, 9, 33):
         stopped = make_rows([path], **options)
         stopped.take(cut)
         state = stopped.state()

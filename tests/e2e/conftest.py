@@ -119,22 +119,29 @@ def model(tmp_path) -> Path:
     return make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
 
 
-@pytest.fixture
-def dataset(tmp_path) -> Path:
-    path = tmp_path / "rows.jsonl"
+def write_rows(path: Path) -> Path:
     rows = [{"query": f"What is {i} plus {i}?", "response": f"It is {2 * i}."} for i in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-@pytest.fixture
-def sft(model, dataset) -> list[str]:
+def sft_options(model: Path, dataset: Path) -> list[str]:
     """Return the options that all runs of these tests share."""
     return (
         f"megatron sft --model {model} --dataset {dataset} --torch_dtype float32 --micro_batch_size 2 "
         "--global_batch_size 4 --train_iters 12 --save_steps 4 --eval_steps 100 --eval_iters 1 --lr 1e-3 "
         "--acceptance_samples 2 --acceptance_max_new_tokens 4 --report_to none"
     ).split()
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl")
+
+
+@pytest.fixture
+def sft(model, dataset) -> list[str]:
+    return sft_options(model, dataset)
 
 
 def read_metrics(run: Path) -> list[dict]:

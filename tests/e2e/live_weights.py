@@ -2,11 +2,11 @@
 
     python live_weights.py ENGINE MODEL ROWS OUTPUT_DIR WEIGHT_TRANSPORT
 
-Prints a line of JSON: the prompts; the acceptance, the counts and the completions before and after the update; and the
-engine's errors about tensors that it does not have.
+Prints the results of `main` as a line of JSON.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,11 @@ def refused(engine: Any, prompts: list[list[int]]) -> list[str]:
     return messages
 
 
-def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> None:
+def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> dict[str, Any]:
+    """Return the prompts; the acceptance, the counts and the completions before and after the update; and the engine's
+    errors about tensors that it does not have.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # also in a process of `vllm_host`: weights go to another one
     if transport != "file":
         gpu_links.install()
     if name == "sglang":
@@ -95,9 +99,10 @@ def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> N
     )
     measure("before")
     training.run(args, sync)
-    print(json.dumps({"prompts": prompts, "stages": stages, "refused": refused(engine, prompts)}), flush=True)
+    result = {"prompts": prompts, "stages": stages, "refused": refused(engine, prompts)}
     engine.close()
+    return result
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(main(*sys.argv[1:])), flush=True)

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-NUM_ANSWERS = 4000
+NUM_ANSWERS = 2000
 
 
 def draw(

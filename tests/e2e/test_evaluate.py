@@ -3,26 +3,36 @@
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conftest import Commands
+from tests.e2e.conftest import Commands, sft_options, write_rows
 from tests.messages import has_line
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
 
 
-def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_path):
-    learned = [*sft, "--train_iters", 60, "--save_steps", 60, "--lr", 3e-3, "--mtp_loss_scaling_factor", 1]
-    commands.ok(*learned, "--output_dir", "run")
-    gate = ["--val_dataset", dataset, "--max_regression", 0.02]
-    commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "good", *gate, "--min_acceptance", 0.2)
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> Path:
+    """Return a directory with a model, its rows, and an export of a run whose heads have learned the rows."""
+    directory = tmp_path_factory.mktemp("learned")
+    commands = Commands(directory)
+    model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
+    options = [*sft_options(model, write_rows(directory / "rows.jsonl")), "--train_iters", 60, "--save_steps", 60]
+    options += ["--lr", 3e-3, "--mtp_loss_scaling_factor", 1, "--acceptance_samples", 0]
+    commands.ok(*options, "--output_dir", "run")
+    commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
+    return directory
 
+
+def test_an_export_with_damaged_heads_is_refused(commands, learned, tmp_path):
+    good, model, dataset = (learned / name for name in ("hf", "model", "rows.jsonl"))
     done = commands.ok(
-        *("evaluate", "--model", "good", "--baseline", "model", "--dataset", dataset, "--output_dir", "out"),
+        *("evaluate", "--model", good, "--baseline", model, "--dataset", dataset, "--output_dir", "out"),
         *("--torch_dtype", "float32", "--infer_backend", "transformers", "--max_prompts", 4, "--max_new_tokens", 12),
         *("--temperature", 0.7),
     )
@@ -34,25 +44,19 @@ def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_pat
     assert report["model"]["transformers_at_temperature_0.7"]["all"]["prompts"] == 4
     assert (tmp_path / "out" / "evaluation.svg").stat().st_size > 1000
 
-    shutil.copytree(tmp_path / "good", tmp_path / "best")
-    tensors = load_file(tmp_path / "good" / "model.safetensors")
+    shutil.copytree(good, tmp_path / "damaged_hf")
+    tensors = load_file(good / "model.safetensors")
     torch.manual_seed(0)
     for name in [name for name in tensors if name.startswith("mtp.fc")]:
         tensors[name] = torch.randn_like(tensors[name])
-    save_file(tensors, tmp_path / "good" / "model.safetensors", metadata={"format": "pt"})
-    commands.ok("export", "--to_mcore", "--model", "good", "--output_dir", "damaged")
-    refused = commands.run(
-        "export", "--to_hf", "--model", "damaged", "--output_dir", "bad", *gate, "--baseline", "best"
-    )
+    save_file(tensors, tmp_path / "damaged_hf" / "model.safetensors", metadata={"format": "pt"})
+    commands.ok("export", "--to_mcore", "--model", "damaged_hf", "--output_dir", "damaged")
+    gate = ["--val_dataset", dataset, "--max_regression", 0.02, "--baseline", good]
+    refused = commands.run("export", "--to_hf", "--model", "damaged", "--output_dir", "bad", *gate)
     assert refused.returncode == 1
     assert has_line(refused.stderr, "--max_regression 0.02")
     assert not (tmp_path / "bad").exists()
     assert not list(tmp_path.glob(".bad*"))
-    forced = commands.ok(
-        "export", "--to_hf", "--model", "damaged", "--output_dir", "bad", *gate, "--baseline", "best", "--force"
-    )
-    assert has_line(forced.stderr, "--max_regression 0.02 --force")
-    assert (tmp_path / "bad" / "config.json").exists()
 
 
 @pytest.mark.slow
@@ -98,14 +102,11 @@ def test_a_quantized_model_is_compared_with_the_unquantized_one(commands, datase
 
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, vllm_host, sft, tmp_path):
+def test_one_pass_over_its_own_answers_says_what_vllm_counts(learned, vllm_host, tmp_path):
     """The answers to held-out prompts are the model's own, because an engine drafts while it generates these."""
-    learned = [*sft, "--train_iters", 60, "--save_steps", 60, "--lr", 3e-3, "--mtp_loss_scaling_factor", 1]
-    commands.ok(*learned, "--acceptance_samples", 0, "--output_dir", "run")
-    commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(40, 100)))
-    common = ["--model", "hf", "--torch_dtype", "float32", "--infer_backend", "vllm", "--max_new_tokens", 48]
+    common = ["--model", learned / "hf", "--torch_dtype", "float32", "--infer_backend", "vllm", "--max_new_tokens", 48]
     with_vllm = Commands(tmp_path, vllm_host)
     with_vllm.ok("infer", *common, "--val_dataset", prompts, "--result_path", "own.jsonl")
     with_vllm.ok("evaluate", *common, "--dataset", "own.jsonl", "--max_prompts", 60, "--output_dir", "out")

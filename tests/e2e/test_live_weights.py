@@ -6,15 +6,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.e2e import live_weights
 from tests.e2e.conftest import Commands
 from tests.e2e.test_engines import HERE, expected_counts
 from tests.e2e.test_serve import ROWS
 from tests.engines.reference import Reference, convention, follow
 from tests.messages import mentions
-from tests.stand_ins import forking_vllm_environment, gpu_link_environment, sglang_environment
+from tests.stand_ins import forking_vllm_environment, sglang_environment
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
@@ -31,6 +33,14 @@ def write_rows(directory: Path) -> Path:
     return path
 
 
+def in_sglang(words: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", HERE / "live_weights.py", *words]
+    done = subprocess.run(command, env=sglang_environment(), capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[-1])
+
+
 @pytest.mark.parametrize(
     ("engine", "transport"),
     # Tied, because engines reload an embedding and an output layer that are one in ways of their own.
@@ -41,29 +51,14 @@ def write_rows(directory: Path) -> Path:
         pytest.param("sglang", "file", marks=[needs_sglang, pytest.mark.slow]),
     ],
 )
-def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, engine, transport):
+def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, request, tmp_path, engine, transport):
     family = "qwen3"
     model = make_tiny_hf(tmp_path / "model", family, depth=1, tied=True, with_tokenizer=True)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            HERE / "live_weights.py",
-            engine,
-            model,
-            write_rows(tmp_path),
-            tmp_path / "run",
-            transport,
-        ],
-        env=sglang_environment() if engine == "sglang" else gpu_link_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, done.stderr[-3000:]
-    result = json.loads(lines[-1])
+    words = [engine, str(model), str(write_rows(tmp_path)), str(tmp_path / "run"), transport]
+    if engine == "sglang":
+        result = in_sglang(words)
+    else:
+        result = request.getfixturevalue("vllm_host").call(live_weights.main, *words)
     stages = result["stages"]
     for stage in ("before", "target alone"):  # whose heads are those of before training
         assert stages["both"]["acceptance"] > stages[stage]["acceptance"] + 0.3

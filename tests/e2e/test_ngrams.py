@@ -23,7 +23,7 @@ ALWAYS = Ngrams(min_match=1, min_match_drawn=1, max_match=3, max_tokens=3)
 """With a vocabulary of six tokens, most steps find a match, and most drafts of it are rejected."""
 REPETITIVE = [[1, 2, 3, 4, 5, 1, 2], [5, 4, 3], [0, 1, 0, 1, 0, 1], [2], [3, 3, 2, 5, 1, 3, 3]]
 GREEDY = (REPETITIVE, Sampling(60))
-DRAWN = ([PROMPT] * 4000, Sampling(3, temperature=0.7))
+DRAWN = ([PROMPT] * 2000, Sampling(3, temperature=0.7))
 Answers = list[tuple[list[list[int]], DraftCounts]]
 
 

@@ -1,6 +1,6 @@
 """Test runs with --max_restarts whose processes are killed: their results are those of a run that was not interrupted.
 
-tests/launch/test_restarts.py has the launcher's decisions.
+test_launched.py has a run that CI kills, and tests/launch/test_restarts.py the launcher's decisions.
 """
 
 import json
@@ -17,16 +17,14 @@ import pytest
 from tests.e2e.conftest import Commands, read_metrics
 from tests.faults.hunt import digest_of_checkpoint
 from tests.messages import has_line
-from tests.tiers import some_of
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 LAST = 40
 """Last step: late enough that a process is killed before it, also on a busy machine."""
 OPTIONS = {
     "plain": (),
     "no checkpoint yet": ("--save_steps", 100),
-    "async": ("--async_save", "true"),
     "store": ("--checkpoint_store", "STORE", "--save_total_limit", 2),
     "streaming": ("--packing", "--max_length", 64, "--packing_length", 96, "--streaming", "--streaming_buffer_size", 8),
     "optimizer": ("--use_distributed_optimizer", "true"),
@@ -61,12 +59,12 @@ def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
     return sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.pid)
 
 
-def results_of(run: Path) -> dict[str, Any]:
+def results_of(run: Path, last: int = LAST) -> dict[str, Any]:
     """Return everything that a failure must not change."""
     metrics = [line for line in read_metrics(run) if "restart/number" not in line]
     acceptance = run / "acceptance.json"
     return {
-        "weights": digest_of_checkpoint(run / f"checkpoint-{LAST}"),
+        "weights": digest_of_checkpoint(run / f"checkpoint-{last}"),
         "metrics": metrics,
         "acceptance": json.loads(acceptance.read_text()) if acceptance.exists() else None,  # not of streamed rows
     }
@@ -87,7 +85,7 @@ def unbroken(commands: Commands, words: Sequence[object], run: Path, processes: 
     return results_of(run)
 
 
-@pytest.mark.parametrize("kind", some_of(OPTIONS, "plain"))
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_a_killed_rank_changes_nothing(commands, long_sft, started, tmp_path, kind):
     def words(store: str) -> list[object]:
         return [*long_sft, *(tmp_path / store if word == "STORE" else word for word in OPTIONS[kind])]
@@ -104,7 +102,7 @@ def test_a_killed_rank_changes_nothing(commands, long_sft, started, tmp_path, ki
     (restart,) = restarts_of(run)
     assert restart["step"] >= 10
     assert restart["restart/lost_seconds"] > 0
-    first = 0 if kind == "no checkpoint yet" else restart["step"] - 8  # asynchronous and copied saves can be later
+    first = 0 if kind == "no checkpoint yet" else restart["step"] - 8  # copied saves can be later
     assert 0 <= restart["restart/repeated_steps"] <= restart["step"] - first
     assert not (run / ".progress.json").exists()
 
@@ -125,7 +123,6 @@ def start_node(commands, long_sft, started, tmp_path):
     return start
 
 
-@pytest.mark.slow
 def test_a_killed_rank_and_a_killed_node_with_a_spare_change_nothing(commands, long_sft, start_node, tmp_path):
     run = tmp_path / "run"
     nodes = [start_node("2:2", 0), start_node("2:2", 1)]
@@ -142,7 +139,6 @@ def test_a_killed_rank_and_a_killed_node_with_a_spare_change_nothing(commands, l
     assert [line["restart/number"] for line in restarts_of(run)] == [1, 2]
 
 
-@pytest.mark.slow
 def test_fewer_nodes_continue_with_the_same_batches(commands, long_sft, start_node, tmp_path):
     run = tmp_path / "run"
     nodes = [start_node("1:2", 0), start_node("1:2", 1)]
@@ -159,7 +155,6 @@ def test_fewer_nodes_continue_with_the_same_batches(commands, long_sft, start_no
     assert len(restarts_of(run)) == 1
 
 
-@pytest.mark.slow
 def test_a_number_of_nodes_that_cannot_have_the_batch_is_refused(start_node):
     process = start_node("1:2", 0, "--context_parallel_size", 4)
     _, errors = process.communicate(timeout=100)

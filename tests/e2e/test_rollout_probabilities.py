@@ -14,6 +14,7 @@ from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.completions import policy_options
 from tests.train.prepared import prepare
@@ -64,7 +65,7 @@ def sample_of(prompt: list[int], completion: Completion) -> Sample:
     return Sample(ids, np.where(is_completion, ids, np.int32(IGNORED)), is_completion.astype(np.float32))
 
 
-@pytest.mark.parametrize(("num_drafts", "schedule"), [(0, None), (2, None), (2, SCHEDULE)])
+@pytest.mark.parametrize(("num_drafts", "schedule"), some_of([(0, None), (2, None), (2, SCHEDULE)], (2, SCHEDULE)))
 def test_log_probabilities_are_those_of_the_trainer(num_drafts, schedule, vllm_host, mesh, tmp_path):
     directory = make_tiny_hf(tmp_path / "hf", "qwen3", depth=1, with_tokenizer=True)
     drawn = vllm_host.call(partial(draw, directory, num_drafts, schedule))

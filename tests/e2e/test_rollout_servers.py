@@ -23,7 +23,7 @@ from aiohttp import web
 from swiftlite.engines.vllm.served import COMPLETIONS
 from swiftlite.rollouts.generation import Generation
 from tests.e2e.conftest import Commands
-from tests.e2e.test_engines import running, wait_for_health
+from tests.e2e.servers import running, wait_for_health
 from tests.engines.small_server import serving
 from tests.stand_ins import forking_vllm_environment
 from tests.tiny import make_tiny_hf

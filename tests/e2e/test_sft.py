@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page
-from tests.e2e.conftest import read_metrics
+from tests.e2e.conftest import Commands, read_metrics, sft_options, write_rows
 from tests.forked import SignalAtCall
 from tests.messages import has_line, mentions
 from tests.tiers import some_of
@@ -80,18 +80,26 @@ def test_a_stop_signal_saves_and_ends_cleanly(commands, sft, tmp_path, number):
     assert (run / "run_report.html").is_file()
 
 
-def test_only_the_newest_checkpoints_are_kept(commands, sft, tmp_path):
-    commands.ok(*sft, "--save_total_limit", "2", "--output_dir", tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-12"}
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Return a directory with `model` and `run`, which must not be changed."""
+    directory = tmp_path_factory.mktemp("finished")
+    model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
+    options = sft_options(model, write_rows(directory / "rows.jsonl"))
+    Commands(directory).ok(*options, "--save_total_limit", "2", "--output_dir", directory / "run")
+    return directory
 
 
-def test_args_json_runs_again(commands, sft, tmp_path):
-    commands.ok(*sft, "--output_dir", tmp_path / "first")
-    arguments = tmp_path / "first" / "args.json"
+def test_only_the_newest_checkpoints_are_kept(finished):
+    assert {path.name for path in (finished / "run").glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-12"}
+
+
+def test_args_json_runs_again(commands, finished, tmp_path):
+    arguments = finished / "run" / "args.json"
     commands.ok("megatron", "sft", arguments, "--output_dir", tmp_path / "second")
-    assert read_metrics(tmp_path / "first") == read_metrics(tmp_path / "second")
+    assert read_metrics(finished / "run") == read_metrics(tmp_path / "second")
     plan = commands.ok("megatron", "sft", arguments, "--output_dir", "planned", "--dry_run").stdout
-    for path in (tmp_path / "first").iterdir():
+    for path in (finished / "run").iterdir():
         assert mentions(plan, "planned/" + re.sub(r"checkpoint-\d+", "checkpoint-N", path.name)), path
 
 
@@ -109,31 +117,19 @@ def test_heads_only_proves_that_the_trunk_stayed(commands, sft, model, tmp_path)
     assert changed == {name for name in before if name.startswith("mtp.")}
 
 
-def test_joint_changes_the_trunk(commands, sft, tmp_path):
-    commands.ok(*sft, "--output_dir", tmp_path / "run")
-    tensors = json.loads((tmp_path / "run" / "run_report.json").read_text())["tensors"]
+def test_joint_changes_the_trunk(finished):
+    tensors = json.loads((finished / "run" / "run_report.json").read_text())["tensors"]
     assert tensors["trunk_sha256_before"] != tensors["trunk_sha256_after"]
     assert tensors["frozen_tensors"] == 0
 
 
-@pytest.mark.parametrize("layout", some_of(["", "--tensor_model_parallel_size 2"], ""), ids=["DP2", "TP2"])
-def test_two_processes_compute_what_one_does(commands, sft, tmp_path, layout):
-    # Two groups, so that tensor parallelism can split keys and values.
-    model = make_tiny_hf(tmp_path / "wide", "qwen3", depth=1, with_tokenizer=True, num_key_value_heads=2)
-    sft[sft.index("--model") + 1] = str(model)
-    commands.ok(*sft, "--output_dir", tmp_path / "one")
-    commands.ok(*sft, *layout.split(), "--output_dir", tmp_path / "two", processes=2)
-    for one, two in zip(read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two"), strict=True):
-        # Float32 sums in another order; Adam's first steps amplify them (its step is the sign of tiny gradients).
-        assert one == pytest.approx(two, rel=2e-3, abs=1e-6)
-    commands.ok("export", "--to_hf", "--model", tmp_path / "two", "--output_dir", tmp_path / "hf")
-
-
-def test_the_export_of_a_moved_run_needs_nothing_else(commands, sft, model, tmp_path):
-    commands.ok(*sft, "--output_dir", tmp_path / "run")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    model.rename(tmp_path / "gone")
-    commands.ok("export", "--to_hf", "--model", tmp_path / "moved", "--output_dir", tmp_path / "hf")
+def test_the_export_of_a_moved_run_needs_nothing_else(commands, finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "moved")
+    hidden = finished.rename(tmp_path / "gone")
+    try:
+        commands.ok("export", "--to_hf", "--model", tmp_path / "moved", "--output_dir", tmp_path / "hf")
+    finally:
+        hidden.rename(finished)
     written = {path.name for path in (tmp_path / "hf").iterdir()}
     assert written >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -200,45 +196,6 @@ def wait_for_a_save(process, run: Path) -> None:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < end, "timed out"
         time.sleep(0.0005)
-
-
-@pytest.mark.parametrize(
-    ("processes", "is_async"),
-    some_of([(1, "false"), (1, "true"), (2, "false"), (2, "true")], (2, "true")),
-)
-def test_a_signal_to_the_whole_group_does_not_end_a_save(commands, sft, tmp_path, processes, is_async):
-    """torchrun, a terminal and batch systems send signals to the whole process group."""
-    run = tmp_path / "run"
-    frequent = ("--save_steps", "1", "--train_iters", "500", "--async_save", is_async, "--acceptance_samples", "0")
-    process = commands.start_for_real(*sft, *frequent, "--output_dir", run, NPROC_PER_NODE=str(processes))
-    wait_for_a_save(process, run)
-    os.killpg(process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "--resume" in errors
-    assert "Traceback" not in errors
-    steps = [int(path.name.removeprefix("checkpoint-")) for path in run.glob("checkpoint-*")]
-    assert max(steps) == read_metrics(run)[-1]["step"]
-    assert not list(run.glob(".checkpoint-*"))
-
-
-@pytest.mark.slow
-def test_signals_that_come_twice_do_not_end_a_save(commands, sft, tmp_path):
-    """SLURM sends a signal to every process, and torchrun also forwards its own signal to the ranks."""
-    run = tmp_path / "run"
-    frequent = ("--save_steps", "1", "--train_iters", "500", "--acceptance_samples", "0")
-    process = commands.start_for_real(*sft, *frequent, "--output_dir", run, NPROC_PER_NODE="2")
-    wait_for_a_save(process, run)
-    for rank in psutil.Process(process.pid).children():
-        rank.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "--resume" in errors
-    steps = [int(path.name.removeprefix("checkpoint-")) for path in run.glob("checkpoint-*")]
-    assert max(steps) == read_metrics(run)[-1]["step"]
-    assert not list(run.glob(".checkpoint-*"))
 
 
 def test_nothing_lives_on_after_a_kill_in_an_asynchronous_save(commands, sft, tmp_path):

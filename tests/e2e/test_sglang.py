@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ CASES += [(family, 3) for family in PLUGIN if family not in (*TWICE, "mistral")]
 CHOSEN = [("llama", 1), ("qwen3", 3), ("mimo", 3), ("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2)]
 WITH_VOCAB = ("qwen3", "mimo")
 # Each with a draft class, or a kind of layer, that takes new weights in a way of its own.
-LIVE = ("mimo", "glm4_moe", "qwen3_moe", "deepseek_v3")
-DRAWN = [(0, 0.7), (3, 0.7), (3, 1.0)]
-"""Numbers of draft tokens and temperatures of sampled answers. Drafts are then verified as on a GPU."""
+LIVE = some_of(("mimo", "glm4_moe", "qwen3_moe", "deepseek_v3"), "qwen3_moe", "deepseek_v3")
+DRAWN = some_of([(3, 0.0), (0, 0.7), (3, 0.7), (3, 1.0)], (3, 0.0), (3, 0.7))
+"""Numbers of draft tokens and temperatures of answers. Sampled drafts are verified as on a GPU."""
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
 SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']
 PORT = 8139
@@ -85,13 +86,36 @@ def write_talking(directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory) -> Path:
-    return write_talking(tmp_path_factory.mktemp("talking"))
+@dataclass(frozen=True)
+class Commands:
+    """The command lines of `infer`, and of `evaluate` for its answers, with the files that they write."""
+
+    directory: Path
+    talking: Path
+
+    def infer(self, *options: str, answers: str = "own.jsonl") -> list[str]:
+        prompts = self.directory / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(6)))
+        files = ["--val_dataset", str(prompts), "--result_path", str(self.directory / answers)]
+        return ["infer", *self._both(), "--speculative", "mtp", *SMALL, *files, *options]
+
+    def evaluate(self) -> list[str]:
+        files = ["--dataset", str(self.directory / "own.jsonl"), "--output_dir", str(self.directory / "out")]
+        return ["evaluate", *self._both(), *files]
+
+    def _both(self) -> list[str]:
+        fixed = "--infer_backend sglang --torch_dtype float32 --max_new_tokens 40 --model"
+        return [*fixed.split(), str(self.talking)]
 
 
 @pytest.fixture(scope="module")
-def served(request, trained, tmp_path_factory) -> dict[Any, Any]:
+def commands(tmp_path_factory) -> Commands:
+    directory = tmp_path_factory.mktemp("commands")
+    return Commands(directory, write_talking(directory / "talking"))
+
+
+@pytest.fixture(scope="module")
+def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
     """Return by (family, draft tokens per step) the checkpoint, the prompts and SGLang's results.
 
     All jobs share one process.
@@ -117,22 +141,35 @@ def served(request, trained, tmp_path_factory) -> dict[Any, Any]:
         {"model": str(models[name][0]), "prompts": models[name][1], "num_tokens": k, "max_new_tokens": NEW_TOKENS}
         for name, k in cases
     ]
-    live = []
-    for family in LIVE:
+    live = {}
+    for family in selected(request, "live"):
         sizes = VLLM_LATENT_SIZES if family in LATENT else {}
         started = make_tiny_hf(folder / f"{family}-started", family, depth=1, **sizes)
         of_trained = jobs[cases.index((family, dict(CASES)[family]))]
-        live.append(of_trained | {"model": str(started), "weights_of": of_trained["model"]})
+        live[f"{family}, live"] = of_trained | {"model": str(started), "weights_of": of_trained["model"]}
     unknown = jobs[0] | {"engine_kwargs": {"max_modle_len": 3}}
     drafting = jobs[cases.index(("qwen3", 3))]
-    drawn = [drafting | {"num_tokens": k, "temperature": temperature} for k, temperature in DRAWN]
-    lines = do_all([*jobs, *live, *drawn, unknown, jobs[0] | {"model": str(damaged)}])
+    drawn = {
+        ("qwen3", k, temperature): drafting | {"num_tokens": k, "temperature": temperature}
+        for k, temperature in selected(request, "num_tokens", "temperature")
+        if temperature
+    }
+    (commands.directory / "acceptance.json").write_text('{"depths": 1}')
+    acceptance = ("--acceptance_json", str(commands.directory / "acceptance.json"))
+    others: dict[Any, Any] = {
+        **live,
+        **drawn,
+        "unknown option": unknown,
+        "damaged": jobs[0] | {"model": str(damaged)},
+        "infer": {"argv": commands.infer("--compare", *acceptance)},
+        "evaluate": {"argv": commands.evaluate()},
+    }
+    lines = do_all([*jobs, *others.values()])
     results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(cases, lines, strict=False)}
-    results |= {f"{family}, live": line for family, line in zip(LIVE, lines[len(jobs) :], strict=False)}
-    for (k, temperature), line in zip(DRAWN, lines[len(jobs) + len(live) :], strict=False):
-        results["qwen3", k, temperature] = (*models["qwen3"], line)
+    results |= zip(others, lines[len(jobs) :], strict=True)
+    results |= {case: (*models["qwen3"], results[case]) for case in drawn}
     results["qwen3", 3, 0.0] = results["qwen3", 3]
-    return results | {"unknown option": lines[-2], "damaged": lines[-1]}
+    return results
 
 
 @pytest.mark.parametrize(("family", "num_tokens"), some_of(CASES, *CHOSEN))
@@ -150,7 +187,7 @@ def test_tokens_and_counts_equal_the_reference(served, family, num_tokens):
     assert mentions(random, "--temperature 0.5 SGLang CPU")
 
 
-@pytest.mark.parametrize(("num_tokens", "temperature"), [(3, 0.0), *DRAWN])
+@pytest.mark.parametrize(("num_tokens", "temperature"), DRAWN)
 def test_log_probabilities_are_those_of_transformers(served, num_tokens, temperature):
     """Without a temperature, the log-probabilities are those at temperature 1."""
     directory, prompts, result = served["qwen3", num_tokens, temperature]
@@ -182,15 +219,16 @@ def test_drafts_are_of_the_draft_vocabulary(served, family):
     assert 0 < counts.acceptance_rate < counts_of_all.acceptance_rate
 
 
-@pytest.mark.parametrize("family", LIVE)
-def test_one_that_runs_takes_weights_as_if_started_with_them(served, family):
-    _, _, started_with_them = served[family, dict(CASES)[family]]
-    live = served[f"{family}, live"]
-    for name in live.keys() | started_with_them.keys():
+@pytest.mark.parametrize("live", LIVE)
+def test_one_that_runs_takes_weights_as_if_started_with_them(served, live):
+    """`live` is the family."""
+    _, _, started_with_them = served[live, dict(CASES)[live]]
+    found = served[f"{live}, live"]
+    for name in found.keys() | started_with_them.keys():
         if name != "log_p":
-            assert live[name] == started_with_them[name]
+            assert found[name] == started_with_them[name]
     # The number of prompts that are computed together, and with it the order of sums, differs from run to run.
-    for log_p, expected in zip(live["log_p"], started_with_them["log_p"], strict=True):
+    for log_p, expected in zip(found["log_p"], started_with_them["log_p"], strict=True):
         assert log_p == pytest.approx(expected, abs=1e-4)
 
 
@@ -229,40 +267,41 @@ def test_what_sglang_refuses_is_told(served):
     assert mentions(damaged, "SGLang")
 
 
-def test_infer_and_evaluate(talking, tmp_path):
-    prompts, own, acceptance = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl", tmp_path / "acceptance.json"
-    prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(6)))
-    acceptance.write_text('{"depths": 1}')
-    both = ["--infer_backend", "sglang", "--torch_dtype", "float32", "--max_new_tokens", 40, "--model"]
-    files = ["--val_dataset", prompts, "--result_path", own, "--acceptance_json", acceptance]
-    infer = ["infer", *both, talking, "--speculative", "mtp", "--compare", *SMALL, *files]
-    evaluate = ["evaluate", *both, talking, "--dataset", own, "--output_dir", tmp_path / "out"]
-    stopped = tmp_path / "stopped.jsonl"
-    go_on = ["infer", *both, talking, "--speculative", "mtp", *SMALL, *files[:2], "--result_path", stopped]
-    jobs: list[dict[str, Any]] = [{"argv": list(map(str, words))} for words in (infer, evaluate, go_on, go_on)]
-    jobs[2]["stop_at"] = [str(stopped), 1]
-    done = do_all(jobs)
-    assert [each["code"] for each in done] == [0, 0, 143, 0], done
-    assert re.search(rf"swiftlite: .*\b[1-5]\b.*\b6\b.*{stopped}.*\n.*\n$", done[2]["stderr"])
-    assert stopped.read_bytes() == own.read_bytes()
-    assert answers_equal(done[0]["stderr"], 6)
-    assert json.loads(acceptance.read_text())["engines"]["sglang"]["drafted"] > 60
-    counted = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]["sglang"]["all"]
+def test_infer_and_evaluate(served, commands):
+    assert (served["infer"]["code"], served["evaluate"]["code"]) == (0, 0), served["infer"]
+    assert answers_equal(served["infer"]["stderr"], 6)
+    acceptance = json.loads((commands.directory / "acceptance.json").read_text())
+    assert acceptance["engines"]["sglang"]["drafted"] > 60
+    counted = json.loads((commands.directory / "out" / "evaluation.json").read_text())["model"]["sglang"]["all"]
     assert 0 < counted["accepted"] < counted["drafted"]  # few: it was not trained on chats
 
 
 @pytest.mark.slow
-def test_the_printed_command_starts_the_server(talking, tmp_path):
+def test_infer_is_stopped_and_resumed(commands):
+    whole, stopped = commands.directory / "whole.jsonl", commands.directory / "stopped.jsonl"
+    again = {"argv": commands.infer(answers=stopped.name)}
+    done = do_all([{"argv": commands.infer(answers=whole.name)}, again | {"stop_at": [str(stopped), 1]}, again])
+    assert [each["code"] for each in done] == [0, 143, 0], done
+    assert re.search(rf"swiftlite: .*\b[1-5]\b.*\b6\b.*{stopped}.*\n.*\n$", done[1]["stderr"])
+    assert stopped.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_printed_command_starts_the_server(commands, tmp_path):
     """The command runs in a shell.
 
     The server answers an OpenAI client, and the client of `bench`, which counts drafts.
     """
-    options = f"--model {talking} --torch_dtype float32 --port {PORT} --max_model_len 256 --infer_backend sglang"
+    options = (
+        f"--model {commands.talking} --torch_dtype float32 --port {PORT} --max_model_len 256 --infer_backend sglang"
+    )
     printed = run_python(
         "-m",
         "swiftlite",
         "deploy",
         *options.split(),
+        "--infer_backend",
+        "sglang",
         "--dry_run",
         SMALL[0],
         SMALL[1][:-1] + ', "enable_metrics": true}',
@@ -270,7 +309,7 @@ def test_the_printed_command_starts_the_server(talking, tmp_path):
     (line,) = printed.stdout.splitlines()
     assert "--speculative-algorithm NEXTN --speculative-num-steps 1" in line
     prompts = [[5, 6, 7], [8], [9, 10]]
-    expected, counted = load(talking, "qwen3").simulate(prompts, NEW_TOKENS, 1)
+    expected, counted = load(commands.talking, "qwen3").simulate(prompts, NEW_TOKENS, 1)
     command = ServerCommand(["bash", "-c", f"exec env {line}"], sglang_environment())
     with serve(command, URL, tmp_path / "log"):
         from openai import OpenAI  # installed with the engine

@@ -1,6 +1,6 @@
 """Test the check that quantization_config describes the heads in the files, for every family, engine and method.
 
-`vllm/test_quantized_load.py` compares its result with the modules that vLLM builds.
+`vllm/test_dry_load.py` compares its result with the modules that vLLM builds.
 """
 
 import re

@@ -114,6 +114,7 @@ def test_a_killed_fetch_is_repeated(words, unbroken, url, function, number, tmp_
     assert without_id(content_of_run(tmp_path)) == unbroken
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_another_layout_resumes_from_the_store_as_from_the_directory(words, url, tmp_path):
     """The first process saves step 2 and is killed. Two processes continue, from the store and from the directory."""

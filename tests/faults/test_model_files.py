@@ -24,6 +24,7 @@ from swiftlite.plan.cost import memory
 from tests.faults.fuzzing import answer, damaged, fuzz, junk, scalars
 from tests.messages import mentions
 from tests.planned import planned, setup_of
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
 
@@ -98,6 +99,7 @@ def test_values_that_broke_something_once(model, mesh, key, value):
     examine(directory, mesh)
 
 
+@pytest.mark.parametrize("model", some_of(sorted(FAMILIES), "qwen3", "qwen3_5"), indirect=True)
 @fuzz
 @given(data=st.data())
 def test_any_bytes_of_a_config(model, mesh, data):

@@ -65,7 +65,6 @@ def unbroken(words, tmp_path_factory) -> dict[str, Any]:
     some_of(
         PLACES,
         ("Generation.save", 2),
-        ("HeldOutPrompts.draw", 3),
     ),
 )
 def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, number, tmp_path):

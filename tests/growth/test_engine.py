@@ -11,8 +11,6 @@ As a program, this file is the engine's server, or swiftlite with the engine:
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -42,6 +40,7 @@ from swiftlite.families import Family
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.convention import Convention
 from tests.engines.reference import Reference, write_trained
+from tests.forked import Host
 from tests.messages import answers_equal, has_line, mentions
 from tests.tiny import make_tiny_tokenizer
 
@@ -269,15 +268,9 @@ def test_infer(added, model, rows, tmp_path, capsys):
 def test_evaluate(model, rows, tmp_path):
     """The command runs in a separate process, because it creates megatron-core's groups."""
     words = ["evaluate", "--model", model, "--dataset", rows, "--output_dir", tmp_path / "out", "--max_new_tokens", 8]
-    command = [sys.executable, "-m", HERE, "swiftlite", *map(str, words), "--infer_backend", "plain"]
-    done = subprocess.run(
-        [*command, "--torch_dtype", "float32"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    host = Host([], {})
+    assert host.call(with_engine, [*map(str, words), "--infer_backend", "plain", "--torch_dtype", "float32"]) == 0
+    host.close()
     measured = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]["plain"]
     assert measured.keys() == {"all", "sums"}
     assert measured["all"]["drafts"] > 0
@@ -315,9 +308,11 @@ def test_help_and_refusals(added, capsys):
     assert mentions(refusal, "--infer_backend vllm sglang llamacpp plain 'plane'")
 
 
+def with_engine(words: list[str]) -> int:
+    """Run a command in a process that has the engine in its table."""
+    ENGINES[PLAIN.name] = PLAIN
+    return main(words)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(*sys.argv[2:])
-    else:
-        ENGINES[PLAIN.name] = PLAIN
-        sys.exit(main(sys.argv[2:]))
+    serve(*sys.argv[2:])

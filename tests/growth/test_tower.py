@@ -59,6 +59,7 @@ from tests.engines.reference import Reference
 from tests.growth.unheard import export_hf, hf_config, is_trained, make_model, run, there_and_back
 from tests.messages import mentions
 from tests.parallel.launch import launch
+from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
 
@@ -468,12 +469,16 @@ def test_it_learns_what_transformers_would(model, trained):
 
 @pytest.mark.parametrize(
     "layout",
-    [
+    some_of(
+        [
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {"context_parallel_size": 2},
+            {"pipeline_model_parallel_size": 2},
+            {},
+        ],
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"context_parallel_size": 2},
         {"pipeline_model_parallel_size": 2},
-        {},
-    ],
+    ),
     ids=["tensor and sequence", "context", "pipeline", "data"],
 )
 def test_two_ranks_learn_what_one_does(model, rows, trained, tmp_path, layout):

@@ -47,6 +47,17 @@ def description_of(name: str) -> tuple[str, str]:
     return ("swiftlite.hub.model:description_of", name)
 
 
+def dataset(name: str) -> tuple[str, str]:
+    return (f"{__name__}:commit_of", name)
+
+
+def commit_of(name: str) -> str:
+    from swiftlite.data.rows.hub_rows import commit_of_dataset
+    from swiftlite.hub.name import HubName
+
+    return commit_of_dataset(HubName("dataset", name))
+
+
 def start(hub: Hub | None, directory: Path, *argv: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run swiftlite with these arguments in a directory. Its cache is `home` in this directory."""
     return subprocess.run(

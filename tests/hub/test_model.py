@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite.hub import commits
-from tests.hub.asking import answers, description_of, local_model
+from tests.hub.asking import answers, dataset, description_of, local_model
 from tests.hub.server import TOKEN, environment, files_of
 from tests.messages import has_line, mentions, naming
 
@@ -134,8 +134,9 @@ def test_a_hub_that_refuses(hub, tmp_path, status):
 
 def test_no_network_and_nothing_in_the_cache(tmp_path):
     home = tmp_path / "home"
-    (offline,) = answers(None, home, local_model("org/tiny@v1"), HF_HUB_OFFLINE="1")
+    offline, rows = answers(None, home, local_model("org/tiny@v1"), dataset("org/rows"), HF_HUB_OFFLINE="1")
     assert mentions(offline, "UserError: org/tiny@v1 HF_HUB_OFFLINE hf download org/tiny --revision v1")
+    assert mentions(rows, "UserError: org/rows HF_HUB_OFFLINE hf download --repo-type dataset org/rows")
     (unreachable,) = answers(None, home, local_model("org/tiny"), HF_ENDPOINT="http://127.0.0.1:9")
     assert mentions(unreachable, "UserError: org/tiny http://127.0.0.1:9")
 

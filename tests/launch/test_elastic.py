@@ -89,13 +89,6 @@ def test_the_exit_code_of_the_rank_that_failed(tmp_path):
     assert mentions(last, "swiftlite: 1 7")
 
 
-def test_a_rank_that_is_killed(tmp_path):
-    process = start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)\n")
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert mention_each(stderr.splitlines(), ["swiftlite: 0 SIGKILL"])
-
-
 @pytest.mark.parametrize("number", some_of([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], signal.SIGTERM))
 def test_a_signal_reaches_every_rank_and_is_waited_for(tmp_path, number):
     body = f"""
@@ -232,11 +225,16 @@ def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(tmp_path):
     assert mentions(stderr.splitlines()[-1], "swiftlite: 1")
 
 
-def test_a_rank_that_is_killed_in_a_collective(tmp_path):
-    process = start(tmp_path, COMMAND.format(body="os.kill(os.getpid(), signal.SIGKILL)"), argv=("1",))
+def test_an_error_of_every_rank_is_shown_once_and_first(tmp_path):
+    body = "from swiftlite.base.errors import UserError\nfrom swiftlite.cli import main as cli\n"
+    body += "def run(argv):\n    raise UserError('train.jsonl:7: a bad row', 'correct it', 2)\n"
+    process = start(tmp_path, body + "cli._run = run\nsys.exit(cli.main([]))\n")
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert mention_each(stderr.splitlines(), ["swiftlite: 1 SIGKILL"])
+    assert process.returncode == 2
+    first, hint, last = stderr.splitlines()
+    assert mentions(first, "swiftlite: train.jsonl:7")
+    assert hint.strip() == "correct it"
+    assert any(mentions(last, f"swiftlite: {rank} 2") for rank in (0, 1))
 
 
 def test_a_lost_connection_that_nobody_explains_is_shown(tmp_path):
@@ -259,7 +257,7 @@ def test_a_rank_that_hears_no_signal_does_not_hold_up_the_end(tmp_path):
     assert time.monotonic() - began < 60
 
 
-def test_what_a_killed_rank_started_ends_too(tmp_path):
+def test_a_rank_that_is_killed_ends_with_what_it_started(tmp_path):
     body = """
 import subprocess
 if rank == 0:
@@ -269,8 +267,9 @@ if rank == 0:
 time.sleep(60)
 """
     process = start(tmp_path, body)
-    process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
+    assert mention_each(stderr.splitlines(), ["swiftlite: 0 SIGKILL"])
     assert not Path(f"/proc/{(tmp_path / 'child').read_text()}").exists()
 
 

@@ -15,7 +15,6 @@ from swiftlite.launch.start import (
     torchrun_command,
 )
 from tests.messages import mention_each, mentions
-from tests.tiny import make_tiny_hf
 
 
 def test_nothing_set_is_one_process():
@@ -147,21 +146,6 @@ def test_processes_share_the_cores_that_this_one_may_use():
         assert threads_per_process(1) == 1
     finally:
         os.sched_setaffinity(0, allowed)
-
-
-@pytest.mark.gloo
-def test_an_error_of_every_rank_is_told_once_and_first(swiftlite, tmp_path):
-    make_tiny_hf(tmp_path / "model", depth=1, with_tokenizer=True)
-    rows = ['{"query": "q", "response": "r"}'] * 6 + ['{"query": "q"}']
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    argv = "megatron sft --model model --dataset train.jsonl --output_dir out --global_batch_size 2".split()
-    result = swiftlite(*argv, NPROC_PER_NODE="2", OMP_NUM_THREADS="1")
-    assert result.returncode == 1
-    told = [line for line in result.stderr.splitlines() if line.startswith("swiftlite")]
-    assert len(told) == 2
-    assert mentions(told[0], "swiftlite: train.jsonl:7")
-    assert any(mentions(told[1], f"swiftlite: {rank} 1") for rank in (0, 1))
-    assert "Traceback" not in result.stderr
 
 
 def test_a_taken_port_is_named_and_another_proposed(swiftlite, tmp_path):

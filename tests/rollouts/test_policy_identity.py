@@ -35,7 +35,7 @@ def options(models, tmp_path):
     usual: dict[str, Any] = {
         "reward_funcs": ["odd"],
         "external_plugins": [str(plugin)],
-        "train_iters": 6,
+        "train_iters": 4,
         "save_steps": 100,
         "lr": 0.02,
         "lr_warmup_fraction": 0.0,
@@ -62,7 +62,7 @@ def test_completions_of_another_model_are_drawn_again(options, models, mesh, cap
     before = stored(run)
     lines = metrics(train(options(model=str(models[1]), resume=True), mesh))
     assert stored(run)[: len(before)] != before
-    assert weights_of_tokens(lines) == pytest.approx([1.0] * 6, abs=1e-3)
+    assert weights_of_tokens(lines) == pytest.approx([1.0] * 4, abs=1e-3)
     assert "000000.safetensors" in caplog.text
     assert "the model changed" in caplog.text
 
@@ -71,17 +71,17 @@ def test_completions_after_another_reward_are_drawn_again(options, mesh, tmp_pat
     """The generation after the checkpoint is scored again. The policy that drew the next one learned from the scores
     before.
     """
-    run = train_and_stop(options(save_steps=3), mesh, 3)
+    run = train_and_stop(options(save_steps=2), mesh, 2)
     before = list(map(completions, sorted((run / "rollouts").glob("*.safetensors"))))
-    assert len(before) == 5
+    assert len(before) == 4
     plugin = tmp_path / "rewards.py"
     plugin.write_text(REWARDS.replace("float(", "-float("))
-    lines = metrics(train(options(save_steps=3, resume=True), mesh))
-    assert weights_of_tokens(lines) == pytest.approx([1.0] * 6, abs=1e-3)
+    lines = metrics(train(options(save_steps=2, resume=True), mesh))
+    assert weights_of_tokens(lines) == pytest.approx([1.0] * 4, abs=1e-3)
     after = list(map(completions, sorted((run / "rollouts").glob("*.safetensors"))))
-    assert after[:4] == before[:4]
-    assert after[4] != before[4]
-    assert "000004.safetensors" in caplog.text
+    assert after[:3] == before[:3]
+    assert after[3] != before[3]
+    assert "000003.safetensors" in caplog.text
     assert "the generation before it changed" in caplog.text
 
 
@@ -89,10 +89,10 @@ def test_a_generation_in_use_is_kept(options, mesh, caplog):
     """The run is stopped in the middle of a generation, and lengthened. Its old policy is known by its
     log-probabilities; the next generation is a new one.
     """
-    changed: dict[str, Any] = {"steps_per_generation": 2, "save_steps": 3, "lr_decay_style": "linear"}
+    changed: dict[str, Any] = {"steps_per_generation": 2, "save_steps": 3, "lr_decay_style": "linear", "train_iters": 6}
     run = train_and_stop(options(**changed), mesh, 3)
     before = stored(run)
-    train(options(**changed, resume=True, train_iters=8), mesh)
+    train(options(**changed | {"train_iters": 7}, resume=True), mesh)
     assert stored(run)[:2] == before[:2]
     assert stored(run)[2] != before[2]
     assert "the number of steps changed" in caplog.text
@@ -108,12 +108,12 @@ def test_the_options_count_unless_a_resumed_run_may_change_them(options, mesh, c
 
 def test_old_generations_are_deleted(options, mesh):
     """The generations that a resumed run needs are kept, and the run equals one that keeps all."""
-    changed: dict[str, Any] = {"save_steps": 4, "train_iters": 7}
+    changed: dict[str, Any] = {"save_steps": 2, "train_iters": 4}
     whole = metrics(train(options(**changed), mesh))
     limited = {"output_dir": f"{options().output_dir}-limited", "rollouts_total_limit": 1}
-    run = train_and_stop(options(**changed, **limited), mesh, 4)
+    run = train_and_stop(options(**changed, **limited), mesh, 2)
     names = sorted(path.stem for path in (run / "rollouts").glob("*.safetensors"))
-    assert names == ["000003", "000004", "000005"]
+    assert names == ["000001", "000002", "000003"]
     assert sorted(path.stem for path in (run / "rollouts").glob("*.jsonl")) == names
     assert metrics(train(options(**changed, **limited, resume=True), mesh)) == whole
 

@@ -48,6 +48,11 @@ def dataset(load_script):
 
 
 @pytest.fixture(scope="module")
+def entries(dataset):
+    return {entry.name: entry for entry in dataset.stdlib_entries()}
+
+
+@pytest.fixture(scope="module")
 def rows(dataset):
     return dataset.make_rows(max_rows=6000, val_rows=40)
 
@@ -68,8 +73,8 @@ def test_entries_of_a_source_file_are_found_without_running_it(dataset):
     }
 
 
-def test_rows_about_a_known_function_are_true(dataset):
-    entry = next(entry for entry in dataset.stdlib_entries() if entry.name == "textwrap.dedent")
+def test_rows_about_a_known_function_are_true(dataset, entries):
+    entry = entries["textwrap.dedent"]
     answers = {row["channel"]: question_and_answer(row)[1] for row in dataset.rows_of(entry, dataset.random.Random(0))}
     assert answers == {
         "purpose": "Remove any common leading whitespace from every line in `text`.",
@@ -78,10 +83,9 @@ def test_rows_about_a_known_function_are_true(dataset):
     }
 
 
-def test_c_modules_are_in_with_the_arguments_a_caller_gives(dataset):
-    signatures = {entry.name: entry.signature for entry in dataset.stdlib_entries()}
-    assert signatures["builtins.str.isdigit"] == "()"
-    assert signatures["math.sqrt"] == "(x, /)"
+def test_c_modules_are_in_with_the_arguments_a_caller_gives(entries):
+    assert entries["builtins.str.isdigit"].signature == "()"
+    assert entries["math.sqrt"].signature == "(x, /)"
 
 
 @pytest.mark.parametrize(

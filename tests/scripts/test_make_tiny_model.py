@@ -10,7 +10,11 @@ from swiftlite.base.heads import Heads
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.families import FAMILIES, index
+from tests.tiers import some_of
 from tests.tiny import LATENT, NEXT_LAYER_HEADS, WRAPPED
+
+# One family of each kind of layers and heads.
+CHOSEN = ("qwen3", "mimo", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "step3p5")
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +22,7 @@ def script(load_script):
     return load_script("make_tiny_model")
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - WRAPPED))
+@pytest.fixture(scope="module", params=some_of(sorted(FAMILIES.keys() - WRAPPED), *CHOSEN))
 def tiny(request, script, tmp_path_factory):
     """Write a model of each family, as small as the options allow and without a vision tower."""
     directory = tmp_path_factory.mktemp(request.param)

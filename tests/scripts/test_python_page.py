@@ -1,11 +1,13 @@
 """Test that the program of the page python.md runs as shown, and that its logits equal those of transformers."""
 
+import contextlib
+import io
 import json
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.forked import Host
 from tests.tiny import make_tiny_hf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,15 @@ def test_the_program_runs(tmp_path):
     (tmp_path / "train.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 24)
     names = f"MODEL, DATASET = {str(model)!r}, 'train.jsonl'\n"
     program = names + "".join(blocks) + COMPARISON
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\d+ of \d+ drafts accepted", done.stdout)
+    host = Host([], {})
+    printed = host.call(run_program, program, tmp_path)
+    host.close()
+    assert re.search(r"\d+ of \d+ drafts accepted", printed)
+
+
+def run_program(program: str, directory: Path) -> str:
+    """Run a program in a directory, and return its output."""
+    os.chdir(directory)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {"__name__": "__main__"})
+    return printed.getvalue()

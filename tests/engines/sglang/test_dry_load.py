@@ -1,18 +1,36 @@
-"""Test `doctor --engine sglang`. One process with SGLang loads all checkpoints of this file."""
+"""Test SGLang's own loaders: `doctor --engine sglang`, and that SGLang builds each module of quantized heads as the
+files have it.
+
+One process with SGLang loads all checkpoints of this file. On a CPU, SGLang 0.5.23 can only build models in FP8 with
+blocks: compressed-tensors asks for the version of a GPU, awq does not support bfloat16, and gptq on a CPU does not read
+the list of modules. For these methods, SGLang's functions that compare a module's name with the list are called.
+"""
 
 import importlib.util
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from swiftlite.engines.loading.load_report import LoadReport
+from swiftlite.args.commands import ExportArgs
+from swiftlite.engines.quantized_heads import quantized_head_problems
+from swiftlite.engines.served_model import resolve_served
+from swiftlite.export.run import convert
+from swiftlite.families.serving.built import builds_quantized, modules_of
+from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
+from swiftlite.families.serving.quantized import head_modules, unlisted_engines, with_heads_kept
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
 from tests.engines.dry_loads import dry_loads
+from tests.engines.quantized_lists import list_plain, list_trunk
 from tests.engines.reference import convention
 from tests.messages import mention_each, mentions
 from tests.published import library
-from tests.tiny import CLASSES, DSA, HYBRID, ONLY_IN_VLLM
+from tests.quantized import quantize_hf
+from tests.tiers import selected, some_of
+from tests.tiny import CLASSES, DSA, HYBRID, LATENT, ONLY_IN_VLLM, VLLM_LATENT_SIZES, make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -27,29 +45,112 @@ WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)]
 
 PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3", "EXAONE-4.0-1.2B", "EXAONE-4.0-32B")
 """Shapes of published models: a padded vocabulary, FP8 with both types of scales, and windows in no or some layers."""
+IN_SGLANG = "tests.engines.sglang.in_sglang"
+# Sizes with which no block of 128 x 128 belongs to two projections.
+DENSE: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128}
+EXPERTS: dict[str, Any] = DENSE | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+SIZES: dict[str, dict[str, Any]] = dict.fromkeys(LATENT, EXPERTS | VLLM_LATENT_SIZES | {"q_lora_rank": 128})
+ONE_HEAD = {"num_attention_heads": 1}  # SGLang ignores head_dim of these families
+SIZES |= dict.fromkeys(("exaone4", "olmo2", "olmo3"), DENSE | ONE_HEAD)
+SIZES |= {"qwen2_moe": EXPERTS | ONE_HEAD, "qwen3_moe": EXPERTS}
+SIZES |= {"mimo_v2_flash": EXPERTS | {"v_head_dim": 128}}
+SIZES |= {"minimax_m2": DENSE, "glm4_moe": EXPERTS, "hy_v3": EXPERTS | {"expert_hidden_dim": 128}}
+# SGLang builds linear attention on GPUs only.
+WITHOUT_SCALES = ("llama", "mistral")
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""`packed_modules_mapping` of SGLang's classes."""
+METHODS: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"config_groups": {"group_0": {"targets": ["Linear"]}}},
+    "gptq": {},
+    "awq": {},
+}
+"""A quantization_config of each method that lists nothing."""
+# Stacks of gpt-oss are only stored in MXFP4, and `quantize_hf` does not quantize those of Step-3.5. SGLang builds
+# indexers on GPUs only.
+STACKED = ("gpt_oss", "step3p5")
+QUANTIZED = [family for family in CLASSES if family not in (*DSA, *HYBRID, *ONLY_IN_VLLM, *WITHOUT_SCALES, *STACKED)]
+# No list can describe plain heads of these for SGLang (`unlisted_engines`).
+UNLISTED = [("qwen3_moe", False), ("mimo", False)]
+QUANTIZED_CASES = [case for case in product(QUANTIZED, (False, True)) if case not in UNLISTED]
+
+
+def make_quantized(directory: Path, family: str, block: bool) -> Path:
+    sizes = SIZES.get(family, DENSE)
+    source = make_tiny_hf(directory / "source", family, 1, dtype=torch.bfloat16, **sizes)
+    model = quantize_hf(source, directory / "model", "fp8_blocks_128", block=block, ignore=[])
+    list_plain(model, keeps_block=not block)
+    return model
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> dict[Any, LoadReport]:
+def models(request, mesh, tmp_path_factory) -> dict[Any, Path]:
+    """Return the directories of all models; of quantized ones, those of the cases that run in this session."""
     folder = tmp_path_factory.mktemp("models")
-    asked: dict[Any, Path] = {}
+    made: dict[Any, Path] = {}
     for family, depth in WHOLE:
-        asked[family, depth] = make(folder / f"{family}-{depth}", family, depth)
+        made[family, depth] = make(folder / f"{family}-{depth}", family, depth)
     for model in PUBLISHED:
-        asked[model] = library.build(folder / model, model)
+        made[model] = library.build(folder / model, model)
     for family in BROKEN_FAMILIES:
         for number, (name, (depth, promised, change)) in enumerate(BROKEN.items()):
-            asked[family, name] = make(folder / f"{family}-broken-{number}", family, depth)
-            damage(asked[family, name], family, promised, change)
+            made[family, name] = make(folder / f"{family}-broken-{number}", family, depth)
+            damage(made[family, name], family, promised, change)
     # SGLang's InternLM3 is a Llama by another name, for which neither SGLang nor the plugin has a draft.
-    asked["itself"] = make(folder / "itself", "llama", 0)
-    damage(asked["itself"], "llama", 1, None, architectures=["InternLM3ForCausalLM"])
+    made["itself"] = make(folder / "itself", "llama", 0)
+    damage(made["itself"], "llama", 1, None, architectures=["InternLM3ForCausalLM"])
     for family in DSA:
-        asked[family] = make(folder / family, family, 1)
+        made[family] = make(folder / family, family, 1)
     for family in COMMON_WINDOW:
-        asked[family, "window"] = make(folder / f"{family}-window", family, 0)
-        damage(asked[family, "window"], family, 0, None, sliding_window=8)
-    return dry_loads("sglang", asked, timeout=1200)
+        made[family, "window"] = make(folder / f"{family}-window", family, 0)
+        damage(made[family, "window"], family, 0, None, sliding_window=8)
+    for family, block in selected(request, "family", "block"):
+        made[family, "block" if block else "plain"] = make_quantized(folder / f"{family}-{block}", family, block)
+    for family in WITHOUT_SCALES:
+        made[family, "block"] = make_quantized(folder / f"{family}-without-scales", family, block=True)
+    made["without a list"] = make_quantized(folder / "without-a-list", "qwen3", block=False)
+    list_trunk(made["without a list"])
+    plain = make_tiny_hf(folder / "unquantized", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    for heads in ("keep", "block"):
+        made["nvfp4", heads] = folder / f"nvfp4-{heads}"
+        args = ExportArgs(model=str(plain), quant_method="nvfp4", quant_heads=heads)
+        convert(replace(args, output_dir=str(made["nvfp4", heads])), mesh)
+    return made
+
+
+def listed_modules(folder: Path) -> list[tuple[dict[str, Any], str, bool]]:
+    """Return lists, modules, and whether the rules find the module in the list.
+
+    These are all modules in decoder layers of heads except experts, of all families, with plain and quantized heads.
+    """
+    found = []
+    for family in CLASSES:
+        model = resolve_served(make_tiny_hf(folder / family, family, 1))
+        known = CONVENTIONS["sglang"](model.family)
+        for keeps_block, (method, without) in product((False, True), METHODS.items()):
+            unlisted = unlisted_engines(method, model.family, model.config, keeps_block=keeps_block)
+            if known is None or "sglang" in unlisted:
+                continue
+            given = {"quant_method": method, **without}
+            listed = with_heads_kept(given, model.family, model.config, keeps_block=keeps_block)
+            for module in modules_of(known, head_modules(model.family, model.config, 0), model.config, 0):
+                if ".experts" not in module.name:
+                    is_listed = not builds_quantized(listed, MATCHINGS["sglang"], module, {})
+                    found.append((listed, module.name, is_listed))
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> list[tuple[dict[str, Any], str, bool]]:
+    return listed_modules(tmp_path_factory.mktemp("listed"))
+
+
+@pytest.fixture(scope="module")
+def reports(models, cases) -> dict[Any, Any]:
+    """Return SGLang's report of each model, and as "matches" which modules of `cases` it finds in their lists."""
+    asked: dict[Any, Any] = {"matches": (f"{IN_SGLANG}:matches", [case[:2] for case in cases], FUSED)}
+    asked |= {name: directory for name, directory in models.items() if name[0] != "nvfp4"}
+    asked["a GPU"] = (f"{IN_SGLANG}:claim_a_gpu",)
+    return dry_loads("sglang", asked | models)
 
 
 # SGLang's lines of these families are not vLLM's, for which heads are trained where nobody says otherwise.
@@ -123,3 +224,44 @@ def test_the_report_names_what_is_wrong(reports, family, name, words):
 def test_a_target_that_drafts_for_itself(reports):
     problems = "\n".join(reports["itself"].problems)
     assert mentions(problems, "InternLM3ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("family", "block"), some_of(QUANTIZED_CASES, *product(("qwen3", "glm4_moe"), (False, True)), ("mimo", True))
+)
+def test_modules_are_built_as_the_files_have_them(reports, models, family, block):
+    name = (family, "block" if block else "plain")
+    assert reports[name].problems == []
+    quantized, _, plain = reports[name].draft_modules.partition("plain: ")
+    assert ("o_proj" in quantized) is block
+    assert ("o_proj" in plain) is not block
+    assert quantized_head_problems(resolve_served(models[name]), ["sglang"]) == []
+
+
+@pytest.mark.parametrize("heads", ["keep", "block"])
+def test_modules_in_nvfp4_are_built_as_the_files_have_them(reports, heads):
+    """SGLang computes NVFP4 on GPUs only; a dry load runs no kernel."""
+    report = reports["nvfp4", heads]
+    assert report.problems == []
+    quantized, _, plain = report.draft_modules.partition("plain: ")
+    assert ("o_proj" in quantized) is (heads == "block")
+    assert ("o_proj" in plain) is (heads == "keep")
+    assert "fc" in plain
+
+
+def test_a_missing_list_is_reported(reports, models):
+    assert reports["without a list"].problems
+    assert quantized_head_problems(resolve_served(models["without a list"]), ["sglang"])
+
+
+def test_lists_mean_to_sglang_what_the_rules_say(reports, cases):
+    expected = [is_listed for _, _, is_listed in cases]
+    assert reports["matches"] == expected
+    assert set(expected) == {False, True}
+
+
+@pytest.mark.parametrize("family", WITHOUT_SCALES)
+def test_scales_that_sglang_does_not_read_are_reported(reports, family):
+    """SGLang's class for Llama and Mistral renames `weight_scale_inv`, and finds no parameter with the new name. It
+    reports neither this nor the uninitialized scales."""
+    assert any("self_attn.qkv_proj.weight_scale_inv" in line for line in reports[family, "block"].problems)

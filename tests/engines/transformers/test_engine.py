@@ -103,7 +103,7 @@ def test_a_prompt_without_room_for_an_answer_is_refused(trained, length):
 
 def test_sampling_follows_seed_and_top_p(trained):
     directory, prompts = trained("qwen3", 1)
-    engine = start(directory, 1)
+    prompts, engine = prompts[:4], start(directory, 1)
     greedy = answers(engine, prompts, Sampling(12))
     assert answers(engine, prompts, Sampling(12, temperature=1, top_p=1e-6)) == greedy
     hot = Sampling(12, temperature=3, seed=7)

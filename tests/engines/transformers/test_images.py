@@ -15,7 +15,7 @@ from tests.tiers import some_of
 
 @pytest.fixture(scope="module")
 def hf_dir(shared):
-    return shared("seeing-qwen3_5-1", lambda directory: write_seeing(directory, "qwen3_5", 1))
+    return shared("seeing-qwen3_5-2", lambda directory: write_seeing(directory, "qwen3_5", 2))
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def hf(hf_dir) -> Any:
 
 @pytest.fixture(scope="module")
 def prompts(hf_dir, hf) -> list[Any]:
-    return make_prompts(hf_dir, Seeing.open(hf_dir, "qwen3_5", 1), hf)
+    return make_prompts(hf_dir, Seeing.open(hf_dir, "qwen3_5", 2), hf)
 
 
 def start(hf_dir, num_tokens: int) -> Engine:
@@ -59,9 +59,9 @@ def test_answers_are_those_of_transformers(hf_dir, hf, prompts, num_tokens):
 
 @pytest.mark.parametrize(("num_tokens", "confidence"), some_of([(1, 0.0), (3, 0.0), (3, 0.6), (3, 0.97)], (3, 0.6)))
 def test_counts_are_those_of_a_reference(hf_dir, hf, prompts, num_tokens, confidence):
-    """The head also continues from its own state. The number of sure drafts depends on its probabilities."""
+    """The last head also continues from its own state. The number of sure drafts depends on its probabilities."""
     engine = start(hf_dir, num_tokens)
-    reference = Seeing.open(hf_dir, "qwen3_5", 1)
+    reference = Seeing.open(hf_dir, "qwen3_5", 2)
     answers, counts = simulate(reference, hf, prompts, num_tokens, confidence)
     assert answers_of(engine, hf, prompts, confidence) == answers
     assert counts_of(engine) == counts

@@ -1,4 +1,5 @@
-"""Test `doctor --engine` with vLLM's own loaders, and with the known facts about SGLang's classes.
+"""Test vLLM's own loaders: `doctor --engine`, and that vLLM builds each module of quantized heads as the files have
+it; and the known facts about SGLang's classes.
 
 One process with vLLM loads all checkpoints of this file.
 """
@@ -7,10 +8,12 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.base.errors import UserError
@@ -20,12 +23,26 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.dry_load import dry_load
 from swiftlite.engines.loading.load_report import LoadReport
+from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
-from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
+from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
 from tests.engines.dry_loads import dry_loads
+from tests.engines.quantized_lists import change_quantization, list_plain, list_trunk
 from tests.engines.reference import convention
 from tests.messages import has_line, mention_each, mentions, naming
-from tests.tiny import CLASSES, DSA, make_tiny_vision_hf
+from tests.quantized import quantize_hf
+from tests.tiers import selected, some_of
+from tests.tiny import (
+    CLASSES,
+    DSA,
+    HYBRID,
+    LATENT,
+    VLLM_LATENT_SIZES,
+    VLLM_VALUE_SIZES,
+    WRAPPED,
+    make_tiny_hf,
+    make_tiny_vision_hf,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -47,10 +64,102 @@ def without_text_config(directory: Path) -> Path:
     return directory
 
 
+SMALL: dict[str, Any] = {"q_lora_rank": 32} | VLLM_LATENT_SIZES
+WHOLE_BLOCKS: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128}
+"""Sizes with which no block of 128 x 128 belongs to two projections."""
+WHOLE_EXPERTS: dict[str, Any] = WHOLE_BLOCKS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+OF_BLOCKS: dict[str, dict[str, Any]] = {
+    "qwen3": WHOLE_BLOCKS,
+    "glm4_moe": WHOLE_EXPERTS,
+    "minimax_m2": WHOLE_BLOCKS,
+    "deepseek_v3": SMALL | WHOLE_EXPERTS | {"q_lora_rank": 128},
+    "qwen3_next": WHOLE_EXPERTS | {"linear_num_key_heads": 64, "linear_num_value_heads": 128},
+}
+"""Families with blocks of 128 x 128, and their sizes: one of each kind of names."""
+WITHOUT_EXPERTS = ("qwen3", "llama", "qwen2", "mimo", "qwen3_5_text")
+QUANTIZED_CASES = [
+    # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only.
+    *product([family for family in CLASSES if family not in ("gpt_oss", *DSA)], ("int8", "int4"), (False, True)),
+    *product(OF_BLOCKS, ("fp8_blocks_128",), (False, True)),
+    *product(WITHOUT_EXPERTS, ("awq", "nvfp4"), (False, True)),
+    *product(WITHOUT_EXPERTS, ("gptq",), (False,)),
+    *product(("qwen3", "llama"), ("gptq",), (True,)),
+]
+# vLLM builds `o_proj` in heads of MiMo-V2-Flash always plain.
+QUANTIZED_CASES = [case for case in QUANTIZED_CASES if (case[0], case[2]) != ("mimo_v2_flash", True)]
+# vLLM's draft class for Step-3.5 requires scales of a KV cache in every quantized checkpoint.
+QUANTIZED_CASES = [case for case in QUANTIZED_CASES if case[0] != "step3p5"]
+"""Family, format, and whether the decoder layer of the head is quantized. vLLM has no kernel for experts in 4 bits or
+int8 on a CPU.
+"""
+# Each of vLLM's names, ours, and a wrapper of a vision-language model
+FIRST = ("qwen3", "qwen3_moe", "mimo", "glm4_moe", "deepseek_v3", "hy_v3", "qwen3_next", "qwen3_5")
+CHOSEN = some_of(
+    QUANTIZED_CASES,
+    *product(FIRST, ("int8",), (False, True)),
+    *product(OF_BLOCKS, ("fp8_blocks_128",), (False,)),
+    ("qwen3", "int4", True),
+    *product(("qwen3", "qwen3_5_text"), ("nvfp4",), (False, True)),
+    *product(("qwen3", "mimo"), ("awq",), (False,)),
+    *product(("qwen3",), ("gptq",), (False, True)),
+)
+
+
+def make_quantized_source(directory: Path, family: str, name: str) -> Path:
+    sizes: dict[str, Any] = {}
+    if name == "fp8_blocks_128":
+        sizes = OF_BLOCKS[family]
+    elif family in LATENT:
+        sizes = SMALL
+    elif family == "mimo_v2_flash":
+        sizes = VLLM_VALUE_SIZES
+    elif family in HYBRID:  # outputs that AWQ's format can pack
+        sizes = {"linear_num_key_heads": 8, "linear_num_value_heads": 32}
+    write = make_tiny_vision_hf if family in WRAPPED else make_tiny_hf
+    return write(directory, family, 1, dtype=torch.bfloat16, **sizes)
+
+
+def make_quantized(directory: Path, family: str, name: str, block: bool) -> Path:
+    source = make_quantized_source(directory / "source", family, name)
+    experts = name == "fp8_blocks_128"
+    model = quantize_hf(source, directory / "model", name, block=block, experts=experts, ignore=[])
+    list_plain(model, keeps_block=not block)
+    return model
+
+
+def mimo_with_names_of_files(directory: Path) -> None:
+    change_quantization(directory, ignore=["lm_head", "re:model[.]mtp_layers[.].*"])
+
+
+def with_forgotten_projection(directory: Path) -> None:
+    change_quantization(directory, ignore=["lm_head", "re:mtp[.]layers[.].*", "re:.*[.]experts[.].*", "re:.*gate$"])
+
+
+WRONG = {
+    "mimo": mimo_with_names_of_files,
+    "glm4_moe": list_trunk,
+    "qwen3_next": with_forgotten_projection,
+}
+"""What makes the list of a model with a plain head wrong."""
+
+
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> dict[Any, LoadReport]:
+def quantized(request, tmp_path_factory) -> dict[Any, Path]:
+    """Return the quantized models of the cases that run in this session, and those with wrong lists."""
+    folder = tmp_path_factory.mktemp("quantized")
+    made = {}
+    for case in selected(request, "family", "name", "block"):
+        made[case] = make_quantized(folder / "-".join(map(str, case)), *case)
+    for family, change in {**WRONG, "qwen3": list_trunk}.items():
+        made[family, "wrong list"] = make_quantized(folder / f"{family}-wrong", family, "int8", block=False)
+        change(made[family, "wrong list"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def reports(quantized, tmp_path_factory) -> dict[Any, LoadReport]:
     folder = tmp_path_factory.mktemp("models")
-    asked: dict[Any, Path] = {}
+    asked: dict[Any, Any] = {}
     for family, depth in WHOLE:
         asked[family, depth] = make(folder / f"{family}-{depth}", family, depth)
     for family in WITH_IMAGES:
@@ -73,7 +182,8 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
         "two steps": {"num_speculative_tokens": 2},
         "unknown option": {"engine_kwargs": {"max_modle_len": 3}},
     }
-    return dry_loads("vllm", asked, options)
+    asked["NVFP4"] = ("tests.engines.vllm.in_vllm:support_nvfp4",)
+    return dry_loads("vllm", asked | quantized, options)
 
 
 @pytest.mark.parametrize(("family", "depth"), WHOLE)
@@ -174,10 +284,10 @@ def test_an_option_that_vllm_does_not_know(reports):
     assert mentions(problem, "vLLM TypeError max_modle_len")
 
 
-def test_doctor_ends_with_what_the_engine_says(tmp_path, capsys):
-    directory = make(tmp_path / "model", "mimo", 1)
-    damage(directory, "mimo", 1, without_projection)
-    assert doctor.run(DoctorArgs(model=str(directory), engine="vllm", torch_dtype="float32")) == 1
+def test_doctor_ends_with_what_the_engine_says(tmp_path, capsys, monkeypatch, reports):
+    """tests/e2e/test_current_directory.py runs the subprocess of `doctor`."""
+    monkeypatch.setattr("swiftlite.engines.loading.dry_load.dry_load", lambda *_: reports["mimo", "no projection"])
+    assert doctor.run(DoctorArgs(model=str(make(tmp_path / "model", "mimo", 1)), engine="vllm")) == 1
     report = capsys.readouterr().out
     assert has_line(report, "MiMoMTP 1")
     assert has_line(report, "MiMoMTP 8192 model.mtp_layers.2.input_proj.weight")
@@ -217,3 +327,37 @@ def test_what_is_known_of_sglang_without_it(tmp_path, monkeypatch, family, depth
     report = dry_load(ENGINES["sglang"], EngineConfig(resolve_served(make(tmp_path, family, depth))))
     assert mentions(report.engine, "sglang loaders not")
     assert mention_each(report.problems, [f"{report.draft} 2"] * (depth == 2))
+
+
+@pytest.mark.parametrize(("family", "name", "block"), CHOSEN)
+def test_modules_are_built_as_the_files_have_them(reports, quantized, family, name, block):
+    report = reports[family, name, block]
+    if name == "fp8_blocks_128" and not torch.cpu._is_amx_tile_supported():
+        assert len(report.problems) == 1  # vLLM 0.32 has no other kernel for blocks on a CPU
+        assert "AMX" in report.problems[0]
+        return
+    assert report.problems == []
+    in_codes, _, plain = report.draft_modules.partition("plain: ")
+    assert ("o_proj" in in_codes) is block
+    assert ("o_proj" in plain) is not block
+    assert quantized_head_problems(resolve_served(quantized[family, name, block]), ["vllm"]) == []
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_a_wrong_list_is_reported(reports, quantized, family):
+    """vLLM loads the plain tensors into quantized modules without an error."""
+    report = reports[family, "wrong list"]
+    predicted = quantized_head_problems(resolve_served(quantized[family, "wrong list"]), ["vllm"])
+    assert predicted
+    for problem in predicted:
+        tensor = problem.partition(" ")[0]
+        assert any(line.startswith(f"{tensor} is bfloat16") and "int8" in line for line in report.problems)
+    assert any("weight_scale" in line and "uninitialized" in line for line in report.problems)
+
+
+def test_the_classes_of_the_plugin_require_every_scale(reports, quantized):
+    """swiftlite's draft classes stop if a parameter has no tensor; vLLM's own continue."""
+    report = reports["qwen3", "wrong list"]
+    assert report.draft is None
+    assert any("missing: mtp.layers.0.mlp.down_proj.weight_scale" in line for line in report.problems)
+    assert quantized_head_problems(resolve_served(quantized["qwen3", "wrong list"]), ["vllm"])

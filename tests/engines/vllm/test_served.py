@@ -1,6 +1,6 @@
 """Test that a server that hangs does not block its client forever, and the errors and states of the client.
 
-tests/e2e/test_served_weights.py uses a real vLLM.
+tests/e2e/test_sampling_options.py uses a real vLLM.
 """
 
 import asyncio

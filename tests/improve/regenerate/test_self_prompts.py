@@ -9,6 +9,7 @@ import json
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -24,6 +25,7 @@ from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 
 NUMBER = 24
+TWO_TURNS: dict[str, Any] = {"self_turns": 2, "temperature": 0.9}
 ROOT = Path(__file__).parents[3]
 
 
@@ -37,16 +39,36 @@ def model(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture
-def args(model, tmp_path) -> RegenerateArgs:
-    return RegenerateArgs(
+def options(model: Path, output_dir: Path, **changes: Any) -> RegenerateArgs:
+    usual = RegenerateArgs(
         model=str(model),
         self_prompts=NUMBER,
         max_prompt_tokens=64,
         max_new_tokens=8,
         torch_dtype="float32",
-        output_dir=str(tmp_path / "out"),
+        output_dir=str(output_dir),
     )
+    return dataclasses.replace(usual, **changes)
+
+
+@pytest.fixture
+def args(model, tmp_path) -> RegenerateArgs:
+    return options(model, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory) -> Path:
+    """Return the output of the usual options, which must not be changed."""
+    directory = tmp_path_factory.mktemp("written")
+    run(options(model, directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def of_two_turns(model, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("turns")
+    run(options(model, directory, **TWO_TURNS))
+    return directory
 
 
 def read(path: Path) -> list[dict]:
@@ -57,18 +79,17 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_prompts_are_written_selected_and_answered(args, model, tmp_path):
-    run(args)
-    out = tmp_path / "out"
-    written = read(out / "prompts.jsonl")
-    assert [line["source"] for line in written] == [f"prompt {number} message 1" for number in range(1, NUMBER + 1)]
+def test_prompts_are_written_selected_and_answered(written, model):
+    out = written
+    prompts = read(out / "prompts.jsonl")
+    assert [line["source"] for line in prompts] == [f"prompt {number} message 1" for number in range(1, NUMBER + 1)]
     report = json.loads((out / "report.json").read_text())
     kept = report["self_prompts"]["kept"]
     assert 0 < kept < NUMBER
     assert kept + sum(report["self_prompts"]["dropped"].values()) == report["self_prompts"]["total"] == NUMBER
     rows = read(out / "dataset.jsonl")
     assert 0 < len(rows) <= kept
-    texts = {line["source"].removesuffix(" message 1"): line["text"] for line in written}
+    texts = {line["source"].removesuffix(" message 1"): line["text"] for line in prompts}
     tokenizer = AutoTokenizer.from_pretrained(model)
     for row in rows:
         question, answer = row["messages"]
@@ -80,17 +101,15 @@ def test_prompts_are_written_selected_and_answered(args, model, tmp_path):
     assert len(load_train_val(encoder, [str(out / "dataset.jsonl")]).train) == len(rows)
 
 
-def test_another_seed_writes_other_prompts(args, tmp_path):
-    run(args)
-    run(dataclasses.replace(args, seed=100, output_dir=str(tmp_path / "other")))
-    one, other = (read(tmp_path / name / "prompts.jsonl") for name in ("out", "other"))
+def test_another_seed_writes_other_prompts(args, written, tmp_path):
+    run(dataclasses.replace(args, seed=100))
+    one, other = (read(directory / "prompts.jsonl") for directory in (written, tmp_path / "out"))
     assert sum(a["text"] == b["text"] for a, b in zip(one, other, strict=True)) < NUMBER / 4
 
 
 @pytest.mark.parametrize("kept_lines", [0, 5, NUMBER + 12])
-def test_it_resumes_in_any_turn(args, tmp_path, kept_lines, caplog):
-    args = dataclasses.replace(args, self_turns=2, temperature=0.9)
-    run(args)
+def test_it_resumes_in_any_turn(args, of_two_turns, tmp_path, kept_lines, caplog):
+    shutil.copytree(of_two_turns, tmp_path / "out")
     before = files(tmp_path / "out")
     lines = before["prompts.jsonl"].splitlines(keepends=True)
     assert len(lines) > NUMBER
@@ -100,7 +119,7 @@ def test_it_resumes_in_any_turn(args, tmp_path, kept_lines, caplog):
     (tmp_path / "out/prompts.jsonl").write_bytes(beginning)
     caplog.set_level("INFO", logger="swiftlite")
     caplog.clear()
-    run(args)
+    run(dataclasses.replace(args, **TWO_TURNS))
     assert has_line(caplog.text, f"{kept_lines} prompts.jsonl") == (kept_lines > 0)
     assert files(tmp_path / "out") == before
     roles = [[message["role"] for message in row["messages"]] for row in read(tmp_path / "out/dataset.jsonl")]
@@ -108,9 +127,9 @@ def test_it_resumes_in_any_turn(args, tmp_path, kept_lines, caplog):
 
 
 @pytest.mark.parametrize("change", [{"self_prompts": NUMBER + 6}, {"max_prompt_tokens": 65}, {"self_turns": 2}])
-def test_other_prompts_require_another_directory(args, tmp_path, change):
+def test_other_prompts_require_another_directory(args, written, tmp_path, change):
     """Stored answers are answers to the stored prompts. The directory is not changed."""
-    run(args)
+    shutil.copytree(written, tmp_path / "out")
     before = files(tmp_path / "out")
     with pytest.raises(UserError, match=naming(f"--output_dir --{next(iter(change))}")):
         run(dataclasses.replace(args, **change))
@@ -139,7 +158,7 @@ def test_topics_are_in_no_row(args, tmp_path):
         run(dataclasses.replace(args, topics=str(topics), system="Be brief."))
 
 
-def test_conversations_start_with_openings(args, model, tmp_path):
+def test_conversations_start_with_openings(args, written, tmp_path):
     openings = tmp_path / "openings.txt"
     openings.write_text("Translate into French:\n\n  写一篇 \n")
     run(dataclasses.replace(args, openings=str(openings), openings_share=0.5))
@@ -150,8 +169,7 @@ def test_conversations_start_with_openings(args, model, tmp_path):
     assert any(row["messages"][0]["content"].startswith("Translate into French:") for row in rows)
     # The model continues the opening: at temperature 1 with the same seed, the texts after it differ from those
     # without it.
-    run(dataclasses.replace(args, output_dir=str(tmp_path / "free")))
-    free = [line["text"] for line in read(tmp_path / "free/prompts.jsonl")]
+    free = [line["text"] for line in read(written / "prompts.jsonl")]
     assert texts[::2] == free[::2]
     assert all(a.removeprefix("Translate into French:") != b for a, b in zip(texts[1::4], free[1::4], strict=True))
     with pytest.raises(UserError, match=naming("--output_dir --openings_share")):
@@ -190,8 +208,8 @@ def test_no_usable_prompt_is_an_error(args, tmp_path):
 
 
 @pytest.mark.parametrize(("field", "value"), [("text", 3), ("finish_reason", "end")])
-def test_a_damaged_line_is_named(args, tmp_path, field, value):
-    run(args)
+def test_a_damaged_line_is_named(args, written, tmp_path, field, value):
+    shutil.copytree(written, tmp_path / "out")
     path = tmp_path / "out/prompts.jsonl"
     lines = read(path)
     lines[1][field] = value

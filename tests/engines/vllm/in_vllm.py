@@ -1,15 +1,6 @@
-"""Load models into vLLM's classes on a CPU, then load the weights again in the way in which a worker receives new
-weights.
+"""Functions that `dry_loads` calls in a process with vLLM on a CPU."""
 
-    python reload.py MODEL_DIR...
-
-No engine is started. For each model, a line of JSON with the errors of the transfer and the changed parameters is
-printed.
-"""
-
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +21,12 @@ from tests.weights_of import trunk_and_heads
 torch.accelerator.empty_cache = lambda: None  # which raises where there is no accelerator
 
 
-def reload(directory: Path) -> dict[str, Any]:
+def reload(name: str) -> dict[str, Any]:
+    """Load a model into vLLM's class, then load its weights again in the way in which a worker receives new weights.
+
+    No engine is started. Returns the errors of the transfer, the changed parameters and all parameters.
+    """
+    directory = Path(name)
     options: Any = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True}
     vllm_config = EngineArgs(model=str(directory), **options).create_engine_config()
     with set_current_vllm_config(vllm_config), one_rank(distributed):
@@ -54,5 +50,18 @@ def reload(directory: Path) -> dict[str, Any]:
     return {"problems": problems, "changed": changed, "parameters": list(before)}
 
 
-for each in sys.argv[1:]:
-    print(json.dumps(reload(Path(each))))
+def support_nvfp4() -> None:
+    """Let vLLM build modules in NVFP4, for which it has no kernel on a CPU. A dry load runs none."""
+    from vllm.model_executor.kernels.linear import MarlinNvFp4LinearKernel
+
+    kernel: Any = MarlinNvFp4LinearKernel
+    kernel.is_supported = lambda *arguments: (True, None)
+
+
+def support_fp8() -> None:
+    """Let vLLM build modules in FP8. Its kernels for a CPU require AMX, and a dry load runs none."""
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    for kernel in vars(cpu).values():
+        if getattr(kernel, "__module__", "") == cpu.__name__ and "is_supported" in vars(kernel):
+            kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
