@@ -2,7 +2,7 @@
 # Installs swiftlite, trains an MTP head for a pretrained model, exports both to Hugging Face format and measures how much
 # faster vLLM serves them, on a machine without a GPU. It can be run repeatedly.
 #
-#   bash scripts/quickstart.sh          SmolLM2-135M-Instruct; about 10 minutes after the installation on 2 cores
+#   bash scripts/quickstart.sh          SmolLM2-135M-Instruct; about 8 minutes after the installation on 2 cores
 #   bash scripts/quickstart.sh --tiny   a randomly initialized model of 5 million parameters; about 3 minutes
 #
 #   MODEL            another model: a name of the Hugging Face hub (org/name), a directory, a GGUF file
