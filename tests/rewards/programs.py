@@ -123,6 +123,7 @@ f = lambda n: 2
 """,
     "writes to the memory of its parent": "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb+')\nf = lambda n: 2",
     "becomes root": "import os\nos.setuid(0)\nopen('/etc/passwd', 'a')\nf = lambda n: 2",
+    "reads secrets of the system": "f = lambda n: 2 if open('/etc/shadow').read() else 0",
     "forks": "import os\nos.fork()\nos.fork()\nf = lambda n: os.getpid()",
     "forks without end": "import os\nwhile True: os.fork()",
     "never returns": "def f(n):\n    while True: pass",
@@ -178,6 +179,7 @@ f = lambda n: A()
 
 NEEDS_LANDLOCK = {
     "reads files of others",
+    "reads secrets of the system",
     "sends a signal to its grandparent",
     "stops its parent",
     "writes a startup file",
