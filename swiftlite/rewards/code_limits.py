@@ -27,7 +27,7 @@ _CAP_DAC_READ_SEARCH, _CAPABILITY_VERSION = 2, 0x20080522
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sys", "/proc", "/nix", "/opt/conda")
 """Directories that Python and its libraries read."""
 SETTINGS = ("ld.so.cache", "localtime", "passwd", "group", "hosts", "resolv.conf", "nsswitch.conf", "mime.types", "ssl")
-"""Files in /etc that Python and its libraries read; others, such as shadow, contain secrets."""
+"""Files in /etc that Python and its libraries read; others, such as shadow, can contain secrets."""
 
 
 def limit_resources(cpu_seconds: int) -> None:

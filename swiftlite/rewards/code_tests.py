@@ -96,6 +96,7 @@ def _remove(directory: Path) -> None:
     `shutil.rmtree` is recursive in Python 3.11, and the length of a path is limited. So each directory inside is first
     moved to the top.
     """
+    directory.chmod(0o700)  # a program can deny its user access
     waiting = [directory]
     while waiting:
         current = waiting.pop()

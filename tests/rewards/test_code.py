@@ -53,6 +53,7 @@ def test_the_fraction_of_tests_that_pass(tests, expected):
         "print('+' * 1000)",
         "x = bytearray(4 * 1024**3); add = lambda a, b: 3",
         "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')",
+        "import os; os.mkdir('a'); os.chmod('a', 0); os.chmod('.', 0)",
     ],
 )
 def test_a_program_that_fails_passes_no_test(program, tmp_path, monkeypatch):
