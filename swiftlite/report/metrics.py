@@ -6,8 +6,8 @@ from typing import Any
 
 from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
+from swiftlite.runtime.decisions import DECISION, METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
 LOST_SECONDS = "restart/lost_seconds"
 """Metric: time from the last step before a failure to the start of the next new step, in seconds."""
 REPEATED_STEPS = "restart/repeated_steps"
@@ -47,6 +47,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def restarts_in(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return what each failure cost a run with --max_restarts: the last step before the failure, and the metrics."""
     return [line for line in metrics if LOST_SECONDS in line]
+
+
+def decisions_in(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what the program decided after faults (`record_decision`)."""
+    return [line for line in metrics if DECISION in line]
 
 
 def curve(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import clip
 from swiftlite.methods.index import command_of_run
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, draw_stacks, number, share
-from swiftlite.report.metrics import LOST_SECONDS, NUM_RESTARTS, REPEATED_STEPS, curve, restarts_in
+from swiftlite.report.metrics import LOST_SECONDS, NUM_RESTARTS, REPEATED_STEPS, curve, decisions_in, restarts_in
 from swiftlite.report.page import Figure, MarkedAnswer, Page, Section, Table, Tile, render
 from swiftlite.report.run_files import RunFiles, read_run
+from swiftlite.runtime.decisions import DECISION
 
 PAGE_FILE = "run_report.html"
 WHENS = ("after", "before")
@@ -317,7 +318,18 @@ def _training_section(run: RunFiles) -> Section | None:
             rows.append([number(line[name]) for name in ("step", LOST_SECONDS, REPEATED_STEPS, NUM_RESTARTS)])
         names = ["last step before it", "seconds lost", "steps computed twice", "restarts so far"]
         tables.append(Table("Failures that the run was restarted after", names, rows))
+    if decisions := decisions_in(run.metrics):
+        tables.append(_decision_table(decisions))
     return Section("Training", figures=figures, tables=tables)
+
+
+def _decision_table(decisions: Sequence[Mapping[str, Any]]) -> Table:
+    rows = []
+    for line in decisions:
+        details = {name: value for name, value in line.items() if name not in ("step", "fault", DECISION)}
+        text = ", ".join(f"{name} {value}" for name, value in details.items())
+        rows.append([number(line["step"]), str(line.get("fault")), str(line[DECISION]), text])
+    return Table("Faults, and what was decided after them", ["after step", "fault", "decision", "details"], rows)
 
 
 def _layers_of_time(run: RunFiles) -> list[Line]:

@@ -46,7 +46,7 @@ from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
 from swiftlite.plan.trunk import Trunk
 from swiftlite.runtime.malloc import return_large_blocks
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.runtime.progress import check_launcher, num_restarts
+from swiftlite.runtime.progress import check_launcher
 from swiftlite.store.copies import Copies
 from swiftlite.train import phases
 from swiftlite.train.batches.exchange import gather
@@ -340,7 +340,7 @@ def make_trainer(
     if run.is_first_rank:
         config = redact(asdict(args))
         metric_loggers = open_metric_loggers(
-            run.output_dir, state.step, run.schedule.steps, args.report_to, config, num_restarts()
+            run.output_dir, state.step, run.schedule.steps, args.report_to, config, resumes=args.resume
         )
     hand_out = phases.hand_out_weights(run, after_step) if after_step else None
     return Trainer(

@@ -7,7 +7,8 @@ import pytest
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.base.errors import UserError
-from swiftlite.report.metrics import LOST_SECONDS, NUM_RESTARTS, REPEATED_STEPS
+from swiftlite.report.metrics import LOST_SECONDS, NUM_RESTARTS, REPEATED_STEPS, decisions_in, read_metrics
+from swiftlite.runtime.decisions import record_decision
 from swiftlite.runtime.progress import FILE, Progress, read_progress
 from swiftlite.train.metrics.loggers import MetricsFile
 from swiftlite.train.restarts import RestartClock
@@ -69,9 +70,21 @@ def test_lines_about_failures_stay_in_the_metrics(tmp_path, first):
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 0, "eval_loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 3, LOST_SECONDS: 1.0}, {"step": 4}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    MetricsFile(path, first, last=9, restarts=2).close()
+    MetricsFile(path, first, last=9, resumes=True).close()
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert kept == [*(lines[:2] if first else []), lines[2]]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_decisions_stay_in_the_metrics_unless_they_are_taken_again(tmp_path, first):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n')
+    record_decision(tmp_path, 0, "store_down", "continued without it", lost_seconds=3.5)
+    record_decision(tmp_path, 2, "damaged_checkpoint", "checkpoint-4 was renamed")
+    record_decision(tmp_path, 3, "bad_step", "skipped")
+    MetricsFile(path, first, last=9, resumes=True).close()
+    kept = [line["fault"] for line in decisions_in(read_metrics(tmp_path))]
+    assert kept == ["store_down", "damaged_checkpoint"][: 2 if first else 1]
 
 
 def test_a_program_of_the_user_s_cannot_have_restarts(monkeypatch):

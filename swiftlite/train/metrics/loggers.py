@@ -11,7 +11,8 @@ from tqdm import tqdm
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
-from swiftlite.report.metrics import METRICS_FILE, metrics_of, restarts_in
+from swiftlite.report.metrics import decisions_in, metrics_of, restarts_in
+from swiftlite.runtime.decisions import METRICS_FILE
 from swiftlite.train.metrics.trackers import open_trackers
 
 
@@ -75,14 +76,15 @@ class MetricsFile:
     Args:
         first: step of the checkpoint that the run resumes from; lines of later steps are removed.
         last: step of the final evaluation. A run that resumes at this step only repeats this evaluation.
-        restarts: number of restarts by the launcher. Lines about restarts are kept, whatever their step.
+        resumes: whether the run continues an earlier one (--resume, or a restart by the launcher), which may have no
+            checkpoint yet. Lines about restarts are kept, whatever their step, and decisions up to `first`.
     """
 
-    def __init__(self, path: Path, first: int, last: int, restarts: int = 0):
+    def __init__(self, path: Path, first: int, last: int, *, resumes: bool = False):
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a regular file", "move it elsewhere")
         lines = []
-        if path.exists() and (first or restarts):
+        if path.exists() and (first or resumes):
             lines = path.read_bytes().splitlines()
         written = [metrics_of(line) for line in lines]
         if damaged := written.count(None):
@@ -93,7 +95,8 @@ class MetricsFile:
                 continue
             is_before = first > 0 and metrics["step"] <= first
             is_repeated = metrics["step"] == last and _is_evaluation(metrics)
-            if restarts_in([metrics]) or (is_before and not is_repeated):
+            is_decision = bool(decisions_in([metrics])) and metrics["step"] <= first
+            if restarts_in([metrics]) or is_decision or (is_before and not is_repeated):
                 kept.append(line)
         atomic_write(path, b"".join(line + b"\n" for line in kept))
         self.path = path
@@ -145,19 +148,20 @@ def open_metric_loggers(
     last: int,
     report_to: list[str],
     config: Mapping[str, Any] | None = None,
-    restarts: int = 0,
+    *,
+    resumes: bool = False,
 ) -> list[MetricLogger]:
     """Open all metric loggers for the steps after `first`.
 
     Args:
         report_to: names of the optional metric loggers.
         config: the run's options, without secrets.
-        restarts: number of restarts by the launcher.
+        resumes: see `MetricsFile`.
 
     Raises:
         UserError: a metric logger cannot be opened.
     """
-    metrics_file = MetricsFile(output_dir / METRICS_FILE, first, last, restarts)
+    metrics_file = MetricsFile(output_dir / METRICS_FILE, first, last, resumes=resumes)
     metric_loggers: list[MetricLogger] = [ProgressBar(last), metrics_file]
     if "tensorboard" in report_to:
         try:
