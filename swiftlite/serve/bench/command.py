@@ -1,12 +1,13 @@
 """Run `swiftlite bench`: measure the servers that `deploy` would start to find the best number of draft tokens.
 
-Servers are measured one after another; without a GPU, and with enough memory, all of them are started at the beginning.
-The server without drafts is measured first and last; the difference between these two measurements shows the noise of
-the machine. bench.json is written after each server, so that an interrupted run keeps its results.
+Without a GPU, and with enough memory, all servers are started at the beginning and answer in turn. Otherwise they are
+started and measured one after another. The server without drafts is measured first and last; the difference between
+these two measurements shows the noise of the machine. bench.json is written after each measurement, so that an
+interrupted run keeps its results.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.report.page import render
 from swiftlite.serve import deploy
 from swiftlite.serve.bench import report
-from swiftlite.serve.bench.measure import ServerResult, describe, measure
+from swiftlite.serve.bench.measure import ServerResult, Target, describe, measure
 from swiftlite.serve.bench.page import bench_chart, bench_page
-from swiftlite.serve.bench.servers import all_together, fit_together, one_at_a_time
+from swiftlite.serve.bench.servers import GetServer, all_together, fit_together, one_at_a_time
 
 DRAWN = ("bench.svg", "bench.html")
 
@@ -60,26 +61,15 @@ def run(args: BenchArgs) -> None:
         commands[k] = deploy.server_command(replace(deploy_args(args, k), port=port), model)
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
-    environment = report.describe_environment(args)
-    servers: list[ServerResult] = []
-    content: dict[str, Any] = {}
     for log in output_dir.glob("server_*.log"):  # of an earlier run
         log.unlink()
-    start = all_together if fit_together(model, len(numbers)) else one_at_a_time
+    are_together = fit_together(model, len(numbers))
+    start = all_together if are_together else one_at_a_time
     names = ", ".join(describe(k) for k in numbers)
     logger.info("starting servers (%s), logs: %s", names, output_dir / "server_*.log")
     with raises_at_sigterm(), start(commands, urls, output_dir) as get:
-        for k in [*numbers, 0]:
-            is_last = len(servers) == len(numbers)
-            seconds = None if servers else _seconds_of_round(args, len(numbers) + 1)
-            salt = "again " if is_last else ""
-            servers.append(measure(args, k, get(k), prompts, sampling, salt, seconds))
-            # The first measurement decides how many prompts there is time for.
-            prompts = prompts[: len(servers[0].measured[0].rounds[0].answers)]
-            content = environment | {"prompts": len(prompts)} | report.to_json(args, servers, is_complete=is_last)
-            atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
-            for name in DRAWN:  # files of an earlier run
-                (output_dir / name).unlink(missing_ok=True)
+        groups = _groups(numbers, get, are_together=are_together)
+        servers, content = _measure_all(args, groups, len(numbers) + 1, prompts, sampling)
     choices = report.choose_all(servers)
     print(report.table(args, servers, choices))
     print(report.recommendations(args, choices))
@@ -88,6 +78,58 @@ def run(args: BenchArgs) -> None:
     atomic_write(output_dir / "bench.svg", bench_chart(content))
     atomic_write(output_dir / "bench.html", render(bench_page(content)))
     logger.info("wrote %s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
+
+
+def _groups(numbers: Sequence[int], get: GetServer, *, are_together: bool) -> Iterator[list[Target]]:
+    """Yield the servers that are measured in turn: all at once, or each alone. Those without drafts are first and last.
+
+    Args:
+        numbers: numbers of draft tokens of the servers; the first one is 0.
+        get: starts a server if it does not run.
+    """
+    last = "again "
+    if are_together:
+        yield [*(Target(k, get(k)) for k in numbers), Target(0, get(0), last)]
+        return
+    for k in numbers:
+        yield [Target(k, get(k))]
+    yield [Target(0, get(0), last)]
+
+
+def _measure_all(
+    args: BenchArgs,
+    groups: Iterable[Sequence[Target]],
+    number: int,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+) -> tuple[list[ServerResult], dict[str, Any]]:
+    """Measure all servers at every concurrency, and write bench.json after each measurement.
+
+    Args:
+        number: number of servers to measure; the one without drafts counts twice.
+
+    Returns:
+        The results, and the content of bench.json.
+    """
+    output_dir = Path(args.output_dir)
+    environment = report.describe_environment(args)
+    for name in DRAWN:  # files of an earlier run
+        (output_dir / name).unlink(missing_ok=True)
+    servers: list[ServerResult] = []
+    content: dict[str, Any] = {}
+    seconds = _seconds_of_round(args, number)
+    for group in groups:
+        measured = [ServerResult.of(target) for target in group]
+        servers += measured
+        for results in measure(args, group, prompts, sampling, seconds):
+            for server, result in zip(measured, results, strict=True):
+                server.measured.append(result)
+            # The first measurement decides how many prompts there is time for.
+            prompts, seconds = prompts[: len(results[0].rounds[0].answers)], None
+            is_last = len(servers) == number and len(measured[0].measured) == len(args.concurrency)
+            content = environment | {"prompts": len(prompts)} | report.to_json(args, servers, is_complete=is_last)
+            atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
+    return servers, content
 
 
 def _seconds_of_round(args: BenchArgs, num_measurements: int) -> float | None:

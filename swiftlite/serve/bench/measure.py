@@ -1,17 +1,20 @@
-"""Measure one server at every concurrency, in several rounds.
+"""Measure servers at one number of concurrent requests, in several rounds.
 
-The engine's client sends the prompts (`engines/client.py`).
+The engine's client sends the prompts (`engines/client.py`). Servers that run at the same time answer in turn: with
+prompts p1, p2, ... and servers A and B, the order is A p1, B p1, A p2, B p2, ... Other programs that start to use the
+machine then slow down both servers, and the ratio of their speeds stays the same.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 
 import aiohttp
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import BenchArgs
 from swiftlite.base.log import logger
 from swiftlite.engines.client import Answer, Client
@@ -21,6 +24,23 @@ from swiftlite.serve.bench.results import ConcurrencyResult, Round
 from swiftlite.serve.bench.servers import RunningServer
 
 WARM_UP = "warm-up"
+BLOCK_PER_REQUEST = 4
+"""Number of prompts per concurrent request that a server answers before the next server's turn. At the end of each
+turn, fewer requests are in flight."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server to measure.
+
+    Attributes:
+        num_speculative_tokens: number of draft tokens per step; 0 for a server without drafts.
+        salt: text that separates the prefix cache of this measurement from that of others with the same server.
+    """
+
+    num_speculative_tokens: int
+    running: RunningServer
+    salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,68 +57,184 @@ class ServerResult:
     num_speculative_tokens: int
     command: str
     seconds_to_start: float
-    measured: list[ConcurrencyResult]
+    measured: list[ConcurrencyResult] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, target: Target) -> "ServerResult":
+        """Return the result of a server before its first measurement."""
+        return cls(target.num_speculative_tokens, target.running.command, target.running.seconds_to_start)
+
+
+@dataclass
+class Measurement:
+    """The measurement of one server in progress, at one concurrency.
+
+    Attributes:
+        rounds: the rounds so far.
+        cached_tokens: number of prompt tokens in these rounds that were found in the prefix cache.
+    """
+
+    target: Target
+    client: Client
+    rounds: list[Round] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    async def send(
+        self, prompts: Sequence[Sequence[int]], concurrency: int, salt: str, limit: tuple[float | None, int] = (None, 0)
+    ) -> Round:
+        """Send every prompt once. For the arguments, see `generate_all`."""
+        with self._explained():
+            cached_before = await self.client.cached_tokens()
+            done = await generate_all(self.client, prompts, concurrency, salt, limit)
+            self.cached_tokens += await self.client.cached_tokens() - cached_before
+        return done
+
+    async def draft_counts(self) -> DraftCounts:
+        """Return the draft counts since the start of the server."""
+        with self._explained():
+            return await self.client.draft_counts()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Convert errors of the connection to a UserError with the end of the server's log."""
+        try:
+            yield
+        except aiohttp.ClientError as error:
+            raise self.target.running.server.failure(f"the server stopped responding: {error}") from None
 
 
 def measure(
     args: BenchArgs,
-    num_speculative_tokens: int,
-    running: RunningServer,
+    targets: Sequence[Target],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    salt: str = "",
     seconds: float | None = None,
-) -> ServerResult:
-    """Send every prompt to a server at every concurrency `args.rounds` times.
+) -> Iterator[list[ConcurrencyResult]]:
+    """Send every prompt to each server `args.rounds` times at every concurrency; yield the servers' results after each
+    concurrency.
 
     Args:
-        seconds: time after which the first round starts no further prompt. The other rounds send as many prompts.
-        salt: text that separates the prefix cache of this measurement from that of others with the same server.
+        targets: running servers, which answer in turn.
+        seconds: time after which the first server's first round starts no further prompt. The other rounds and servers
+            get as many prompts.
 
     Raises:
-        UserError: the server rejected a prompt or stopped responding.
+        UserError: a server rejected a prompt or stopped responding.
     """
-    server = running.server
-    try:
-        measured = asyncio.run(_ask(args, server.url, num_speculative_tokens, prompts, sampling, salt, seconds))
-    except aiohttp.ClientError as error:
-        raise server.failure(f"the server stopped responding: {error}") from None
-    return ServerResult(num_speculative_tokens, running.command, running.seconds_to_start, measured)
+    with asyncio.Runner() as runner:
+        results = _measure(args, targets, prompts, sampling, seconds)
+        try:
+            while True:
+                yield runner.run(anext(results))
+        except StopAsyncIteration:
+            pass
+        finally:
+            runner.run(results.aclose())
 
 
-async def _ask(
+async def _measure(
     args: BenchArgs,
-    url: str,
-    num_speculative_tokens: int,
+    targets: Sequence[Target],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    first_salt: str,
+    seconds: float | None,
+) -> AsyncGenerator[list[ConcurrencyResult], None]:
+    async with AsyncExitStack() as stack:
+        clients = []
+        for target in targets:
+            url, k = target.running.server.url, target.num_speculative_tokens
+            clients.append(await stack.enter_async_context(connect(args.infer_backend, url, sampling, k)))
+        await _warm_up(args, [Measurement(*pair) for pair in zip(targets, clients, strict=True)], prompts)
+        for concurrency in args.concurrency:
+            measurements = [Measurement(*pair) for pair in zip(targets, clients, strict=True)]
+            results = await _measure_one(args, measurements, concurrency, prompts, seconds)
+            prompts, seconds = prompts[: len(results[0].rounds[0].answers)], None
+            yield results
+
+
+async def _warm_up(args: BenchArgs, measurements: Sequence[Measurement], prompts: Sequence[Sequence[int]]) -> None:
+    """Send the first prompts to each server. With --repeat_prompts, llama.cpp's client must know them all as sent."""
+    warm: list[RunningServer] = []
+    for each in measurements:
+        if args.repeat_prompts or each.target.running not in warm:
+            warm.append(each.target.running)
+            await each.send(warm_up_prompts(args, prompts), max(args.concurrency), WARM_UP)
+
+
+async def _measure_one(
+    args: BenchArgs,
+    measurements: Sequence[Measurement],
+    concurrency: int,
+    prompts: Sequence[Sequence[int]],
     seconds: float | None,
 ) -> list[ConcurrencyResult]:
-    measured = []
-    async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
-        await generate_all(client, warm_up_prompts(args, prompts), max(args.concurrency), WARM_UP)
-        for concurrency in args.concurrency:
-            counts_before, cached_before = await client.draft_counts(), await client.cached_tokens()
-            rounds: list[Round] = []
-            for number in range(args.rounds):
-                # Prompts share cached prefixes only within a round, so each round computes them again.
-                salt = f"{first_salt}{concurrency} {number}"
-                if args.repeat_prompts:
-                    salt = WARM_UP
-                done = await generate_all(client, prompts, concurrency, salt, (seconds, max(args.concurrency)))
-                prompts, seconds = prompts[: len(done.answers)], None
-                rounds.append(done)
-            counts = None
-            if num_speculative_tokens:
-                counts = (await client.draft_counts()).since(counts_before)
-            cached = await client.cached_tokens() - cached_before
-            asked = args.rounds * sum(map(len, prompts))
-            result = ConcurrencyResult(concurrency, rounds, counts, cached / asked)
-            measured.append(result)
-            speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
-            logger.info("%s, concurrency %d: %s tokens/s", describe(num_speculative_tokens), concurrency, speeds)
-    return measured
+    """Measure the servers at one concurrency."""
+    counts_before = [await each.draft_counts() for each in measurements]
+    for number in range(args.rounds):
+        # Prompts share cached prefixes only within a round, so each round computes them again.
+        salt = f"{concurrency} {number}"
+        if args.repeat_prompts:
+            salt = WARM_UP
+        num_answers = await run_round(measurements, prompts, concurrency, salt, (seconds, max(args.concurrency)))
+        prompts, seconds = prompts[:num_answers], None
+    asked = args.rounds * sum(map(len, prompts))
+    results = []
+    for each, before in zip(measurements, counts_before, strict=True):
+        counts = None
+        k = each.target.num_speculative_tokens
+        if k:
+            counts = (await each.draft_counts()).since(before)
+        result = ConcurrencyResult(concurrency, each.rounds, counts, each.cached_tokens / asked)
+        results.append(result)
+        speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
+        logger.info("%s, concurrency %d: %s tokens/s", describe(k), concurrency, speeds)
+    return results
+
+
+async def run_round(
+    measurements: Sequence[Measurement],
+    prompts: Sequence[Sequence[int]],
+    concurrency: int,
+    salt: str,
+    limit: tuple[float | None, int],
+) -> int:
+    """Send every prompt to each server once, block by block; return the number of prompts that were sent to each.
+
+    Args:
+        limit: seconds after which the first server gets no further prompt, and a number of prompts that are sent in
+            any case.
+    """
+    first = measurements[0]
+    for measurement in measurements:
+        measurement.rounds.append(Round([], 0.0))
+    size = block_size(concurrency, len(measurements)) or len(prompts)
+    seconds, least = limit
+    for start in range(0, len(prompts), size):
+        left = None
+        if seconds is not None:
+            left = seconds - first.rounds[-1].seconds
+            if left <= 0 and start >= least:
+                break
+        block = prompts[start : start + size]
+        for measurement in measurements:
+            limit = (None, 0)
+            if measurement is first:
+                limit = (left, least - start)
+            # With --repeat_prompts, all measurements of a server share the cache.
+            own_salt = salt if salt == WARM_UP else measurement.target.salt + salt
+            done = await measurement.send(block, concurrency, own_salt, limit)
+            measurement.rounds[-1] += done
+            block = block[: len(done.answers)]
+    return len(first.rounds[-1].answers)
+
+
+def block_size(concurrency: int, num_servers: int) -> int | None:
+    """Return the number of prompts that a server answers before the next server's turn; None for all prompts."""
+    if num_servers == 1:
+        return None
+    if concurrency == 1:
+        return 1
+    return BLOCK_PER_REQUEST * concurrency
 
 
 def warm_up_prompts(args: BenchArgs, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -109,7 +245,7 @@ def warm_up_prompts(args: BenchArgs, prompts: Sequence[Sequence[int]]) -> Sequen
     """
     if args.repeat_prompts:
         return prompts
-    return prompts[: 2 * max(args.concurrency)]
+    return prompts[: max(args.concurrency)]
 
 
 @asynccontextmanager

@@ -18,10 +18,19 @@ SLOW_END, FAST_END = 10, 90
 
 @dataclass(frozen=True)
 class Round:
-    """One answer to every prompt. `seconds` is the time from the first request to the end of the last answer."""
+    """One answer to every prompt.
+
+    Attributes:
+        seconds: time in which the server answered, from the first request to the end of the last answer, without the
+            turns of other servers.
+    """
 
     answers: list[Answer]
     seconds: float
+
+    def __add__(self, other: "Round") -> "Round":
+        """Return both parts of a round, which were measured one after the other."""
+        return Round([*self.answers, *other.answers], self.seconds + other.seconds)
 
     @property
     def tokens_per_second(self) -> float:
