@@ -28,19 +28,21 @@ def hold_commits(args: Any) -> None:
         logger.info("--resume: using %s at commit %s", key, commit)
 
 
-def fetch_checkpoint(args: Any) -> None:
+def fetch_checkpoint(args: Any) -> bool:
     """Fetch the newest checkpoint of --checkpoint_store, so that the rules and the run find it in --output_dir.
+
+    Returns:
+        Whether the store can be claimed. It cannot if it did not answer.
 
     Raises:
         UserError: the store or --output_dir cannot be used.
     """
     if not isinstance(args, SftArgs) or args.checkpoint_store is None:
-        return
+        return False
     check_store(args.checkpoint_store, args.output_dir)
-    if args.dry_run:
-        return
-    if args.resume and args.output_dir:
-        fetch_newest(Path(args.output_dir), args.checkpoint_store)
+    if args.dry_run or not (args.resume and args.output_dir):
+        return True
+    return fetch_newest(Path(args.output_dir), args.checkpoint_store)
 
 
 def claim_checkpoint_store(args: Any) -> None:

@@ -152,8 +152,10 @@ def _run(argv: list[str]) -> int:
     start.check_restarts(processes, max_restarts, is_parallel=command.is_parallel)
     _settle_environment(args)
     is_first_node = rank == 0 and processes.node_rank == 0
-    if is_first_node:
-        fetch_checkpoint(args)
+    # The launcher has just used the store; after a restart, only the first rank uses it.
+    uses_store = is_first_node and (processes.rank is None or failure.LAUNCHER not in os.environ or num_restarts() > 0)
+    if uses_store:
+        uses_store = fetch_checkpoint(args)
     hold_commits(args)
     # Only rank 0 checks, because other ranks could find files that rank 0 has already written.
     # A spare node can start when the run has already started.
@@ -164,7 +166,7 @@ def _run(argv: list[str]) -> int:
             return 0
         _log(notes, command, processes)
         return _show(_dry_run(args, world_size, processes))
-    if is_first_node:
+    if uses_store:
         claim_checkpoint_store(args)
     if rank == 0:
         fetch(args)

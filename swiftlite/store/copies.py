@@ -9,10 +9,9 @@ from pathlib import Path
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
-from swiftlite.plan.facts import run_checkpoints
 from swiftlite.store.objects import ObjectStore, StoreError, url_of
 from swiftlite.store.retention import delete_oldest
-from swiftlite.store.run_store import FLAG, RunStore
+from swiftlite.store.run_store import FLAG, RunStore, own_id
 
 
 @dataclass
@@ -36,6 +35,7 @@ class Copies:
     _current: Path | None = None
     _error: str = ""
     _ends: bool = False
+    _is_claimed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self):
@@ -90,6 +90,7 @@ class Copies:
 
     def _copy(self, checkpoint: Path) -> None:
         start = time.monotonic()
+        self._claim()
         step = int(checkpoint.name.removeprefix("checkpoint-"))
         self.store.delete_oldest(None, step)  # incomplete ones, whose space is needed
         num_bytes = self.store.put_checkpoint(checkpoint)
@@ -99,12 +100,22 @@ class Copies:
             place = self.store.objects.place
             logger.info("copied %s to %s: %.2f GB in %.1f s", checkpoint.name, place, num_bytes / 1e9, seconds)
 
+    def _claim(self) -> None:
+        """Reserve the store for the run, unless this was done before the first step, when the store may not have
+        answered.
+        """
+        if not self._is_claimed and (own_id(self.run) is None or own_id(self.run) != self.store.run_id()):
+            self.store.claim(self.run, resume=True)
+        self._is_claimed = True
+
     def _try(self, call: Callable[[], object]) -> str:
         """Call a function, and return the reason if it fails."""
         try:
             call()
         except StoreError as error:
             return str(error)
+        except UserError as error:
+            return error.problem
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
         except Exception as error:  # otherwise the thread would end, and `finish` would find no error
@@ -117,8 +128,6 @@ class Copies:
 def copies_of(run: Path, option: str | None, keep: int | None) -> Iterator[Copies | None]:
     """Copy the checkpoints of a run to the store of `--checkpoint_store` until the context ends.
 
-    A checkpoint of an earlier, killed run that was not copied is copied first.
-
     Yields:
         None without the option.
 
@@ -129,8 +138,6 @@ def copies_of(run: Path, option: str | None, keep: int | None) -> Iterator[Copie
         yield None
         return
     copies = Copies(RunStore(ObjectStore.open(url_of(option))), run, keep)
-    if own := run_checkpoints(run):
-        copies.add(own[-1])
     try:
         yield copies
     except BaseException:

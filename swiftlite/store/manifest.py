@@ -1,5 +1,6 @@
 """Read and write SHA256SUMS, the digests of the files of a checkpoint."""
 
+import errno
 import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,11 +50,16 @@ def read_manifest(checkpoint: Path) -> dict[str, str] | None:
 
 
 def changed_files(checkpoint: Path, digests: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Return the names of files that are missing or have a different digest."""
+    """Return the names of files that are missing, cannot be read from the disk or have a different digest."""
 
     def has_changed(name: str) -> bool:
         path = checkpoint / name
-        return not path.is_file() or sha256(path) != digests[name]
+        try:
+            return not path.is_file() or sha256(path) != digests[name]
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return True
 
     names = list(names)
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:

@@ -5,12 +5,13 @@ AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. An object is visible only after all of i
 """
 
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,48 @@ SCHEMES = ("s3", "gs", "az", "abfs", "file")
 PACKAGE = "obstore"
 _THREADS = 4
 _CHUNK_BYTES = 16 << 20
+SMALL_BYTES = 1 << 20
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")  # neither a timeout nor too many requests
 _TEMPORARY = re.compile(r".+#\d+")  # such as __0_0.distcp#1
+
+
+_PART_TAG = re.compile(r"[0-9a-f]{32}(-\d+)?")
+TRIES = 3
+"""How often content is sent or requested until it arrives undamaged."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """An object: its size in bytes, and the time at which it was written, by the clock of the store."""
+    """An object: its size in bytes and its entity tag."""
 
     size: int
-    written: datetime
+    tag: str
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of a file.
+
+    Attributes:
+        md5_tag: the entity tag of S3 for an object with this content: the MD5 of the content or, if it was sent in
+            parts, that of the MD5s of all parts, and their number.
+    """
+
+    sha256: str
+    md5_tag: str
 
 
 class StoreError(Exception):
-    """A request to the store failed. The message is one line."""
+    """A request to the store failed. The message is one line.
+
+    Attributes:
+        is_refused: whether the store answered that it does not permit the request, or does not have the object or the
+            bucket. Otherwise, the request can succeed later.
+    """
+
+    def __init__(self, message: str, *, is_refused: bool = False):
+        super().__init__(message)
+        self.is_refused = is_refused
 
 
 def check_store(option: str, output_dir: str) -> None:
@@ -71,7 +101,7 @@ def directory_of(url: str) -> Path | None:
     return Path(unquote(parts.path))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ObjectStore:
     """The objects below a URL. Names of objects are relative to the URL.
 
@@ -80,10 +110,13 @@ class ObjectStore:
     Attributes:
         url: the URL, without credentials.
         client: the store of obstore.
+        has_md5_tags: whether entity tags that look like those of S3 contain the MD5. They do not if the service
+            encrypts objects with a key of the user.
     """
 
     url: str
     client: Any
+    has_md5_tags: bool = True
 
     @property
     def place(self) -> str:
@@ -98,19 +131,24 @@ class ObjectStore:
         return "check the URL, the credentials and the network"
 
     @classmethod
-    def open(cls, url: str, max_retries: int | None = None) -> "ObjectStore":
+    def open(cls, url: str, retry_seconds: float | None = None) -> "ObjectStore":
         """Create a client. No request is sent.
 
         Args:
-            max_retries: how often a failed request is sent again; default: obstore's.
+            retry_seconds: for how long a request that the store does not answer is sent again; default: obstore's.
         """
         from obstore.store import from_url
 
         options: dict[str, Any] = {}
         if url.startswith("file:"):
             options = {"mkdir": True, "automatic_cleanup": True}  # of empty directories
-        elif max_retries is not None:
-            options["retry_config"] = {"max_retries": max_retries}
+        elif retry_seconds is not None:
+            backoff = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
+            options["retry_config"] = {
+                "max_retries": 1000,
+                "retry_timeout": timedelta(seconds=retry_seconds),
+                "backoff": backoff,
+            }
         return cls(url, _request(lambda: from_url(url, **options)))
 
     def list(self, directory: str = "") -> dict[str, Stored]:
@@ -120,18 +158,22 @@ class ObjectStore:
             found = {}
             for page in self.client.list(directory or None):
                 for entry in page:
-                    found[entry["path"]] = Stored(entry["size"], entry["last_modified"])
+                    found[entry["path"]] = Stored(entry["size"], _tag_of(entry))
             return found
 
         return _request(collect)
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Write an object from a file or from bytes."""
-        if isinstance(content, bytes):
-            _request(lambda: self.client.put(name, content))
+        """Write an object from a file or from bytes. Bytes, of which there are few, are read back and compared."""
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                _request(lambda: self.client.put(name, file, chunk_size=_CHUNK_BYTES))
             return
-        with content.open("rb") as file:
-            _request(lambda: self.client.put(name, file, chunk_size=_CHUNK_BYTES))
+        for _ in range(TRIES):
+            _request(lambda: self.client.put(name, content))
+            if self.read(name) == content:
+                return
+        raise StoreError(f"{name} was damaged {TRIES} times when it was sent")
 
     def create(self, name: str, content: bytes) -> bool:
         """Write an object that does not exist. Return whether this call created it."""
@@ -146,8 +188,43 @@ class ObjectStore:
         return True
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small object."""
-        return _request(lambda: bytes(self.client.get(name).bytes()))
+        """Return the content of a small object.
+
+        Content that does not fit the entity tag is read again. If it is the same, the tag has another meaning.
+        """
+
+        def receive() -> tuple[bytes, str]:
+            found = self.client.get(name)
+            return bytes(found.bytes()), _tag_of(found.meta)
+
+        before = None
+        for _ in range(TRIES):
+            content, tag = _request(receive)
+            if not _PART_TAG.fullmatch(tag) or content == before:
+                return content
+            if tag == hashlib.md5(content, usedforsecurity=False).hexdigest():
+                return content
+            before = content
+        raise StoreError(f"{name} was damaged {TRIES} times when it was received")
+
+    def is_copy(self, name: str, stored: Stored, size: int, digests: Digests) -> bool | None:
+        """Return whether an object has the content of a file; None if it is not known at low cost.
+
+        Files in a directory are read. Services with the protocol of S3 state the MD5. If it differs, the object is
+        read, because it can have been sent in other parts.
+        """
+        if stored.size != size:
+            return False
+        if directory := directory_of(self.url):
+            return digests_of(directory / name).sha256 == digests.sha256
+        if stored.tag == digests.md5_tag:
+            return True
+        if not (self.has_md5_tags and _PART_TAG.fullmatch(stored.tag)):
+            return None
+        is_equal = self.get(name, Path(os.devnull)) == digests.sha256
+        if is_equal and stored.tag.partition("-")[2] == digests.md5_tag.partition("-")[2]:
+            self.has_md5_tags = False
+        return is_equal
 
     def get(self, name: str, path: Path) -> str:
         """Write the content of an object to a file, and return its sha256.
@@ -185,6 +262,31 @@ class ObjectStore:
             _request(lambda: self.client.delete(names))
 
 
+def digests_of(path: Path) -> Digests:
+    """Compute the digests of a file. It is read once.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    sha = hashlib.sha256()
+    parts = []
+    with path.open("rb") as file:
+        while content := file.read(_CHUNK_BYTES):
+            sha.update(content)
+            parts.append(hashlib.md5(content, usedforsecurity=False).digest())
+    tag = hashlib.md5(usedforsecurity=False).hexdigest()  # of an empty file
+    if len(parts) == 1:
+        tag = parts[0].hex()
+    elif parts:
+        tag = f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+    return Digests(sha.hexdigest(), tag)
+
+
+def _tag_of(entry: Mapping[str, Any]) -> str:
+    """Return the entity tag of an object, without the quotes of HTTP; empty without one."""
+    return (entry.get("e_tag") or "").strip('"')
+
+
 def in_threads(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
     """Call a function for all values with a few threads, and return its results.
 
@@ -210,7 +312,8 @@ def _request(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except (BaseError, OSError) as error:  # obstore raises FileNotFoundError and PermissionError for some requests
-        raise StoreError(_reason(error)) from error
+        reason = _reason(error)
+        raise StoreError(reason, is_refused=_REFUSED.search(reason) is not None) from error
 
 
 def _reason(error: BaseException) -> str:

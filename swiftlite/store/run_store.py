@@ -6,14 +6,14 @@
 
 SHA256SUMS is the last object of a checkpoint that is written and the first that is deleted. A checkpoint with this
 object is complete. Content from a store is not trusted: names must stay below the run's directory, and every file of a
-checkpoint is compared with its sha256.
+checkpoint is compared with its sha256, after it was sent and after it was received.
 """
 
 import json
-import os
 import shutil
+import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -23,16 +23,25 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
 from swiftlite.plan.facts import run_checkpoints
+from swiftlite.runtime.decisions import record_decision
 from swiftlite.runtime.lock import holder_of
+from swiftlite.runtime.progress import num_restarts
 from swiftlite.store.manifest import MANIFEST_FILE, read_manifest
-from swiftlite.store.objects import ObjectStore, Stored, StoreError, in_threads, url_of
+from swiftlite.store.objects import SMALL_BYTES, TRIES, ObjectStore, StoreError, digests_of, in_threads, url_of
 
 FLAG = "--checkpoint_store"
 RUN_FILE = "checkpoint_store.json"
 _DIRECTORIES = ("source", "rollouts")
 """Directories of a run that are copied. Exports need the first one, and resumed runs of `megatron grpo` the second."""
-_CLOCK_SECONDS = 60
-"""Largest expected difference between the clocks of the store and of this machine."""
+_PAUSE_SECONDS = 1
+"""Time before a damaged file is requested again; twice as long before the third time."""
+_FIRST_SECONDS, _OTHERWISE_SECONDS, _ALONE_SECONDS = 2, 10, 300
+"""For how long a store that does not answer is asked again: by a new run, by a resumed run with a checkpoint in
+--output_dir, and by a resumed run whose only checkpoints can be in the store."""
+
+
+class DamagedCopyError(UserError):
+    """A checkpoint in the store is damaged."""
 
 
 @dataclass(frozen=True)
@@ -58,36 +67,106 @@ class RunStore:
             return None
         return _id_in(self.objects.read(RUN_FILE))
 
+    def claim(self, run: Path, *, resume: bool) -> None:
+        """Write the id of a run to its directory and to the store, which shows that both can be written.
+
+        Raises:
+            UserError: the store contains another run, or this run and `resume` is missing.
+            OSError: the directory cannot be written.
+        """
+        place = self.objects.place
+        steps = self.steps()
+        if steps and not resume:
+            raise UserError(
+                f"{FLAG} {place} already contains a run (newest: checkpoint-{steps[-1]})",
+                "add --resume to continue from there, or use another URL",
+            )
+        if steps:
+            _check_same_run(self, run)
+        own = own_id(run)
+        if own is None and resume:
+            own = self.run_id()  # of a run that lost its directory
+        content = json.dumps({"run": own or uuid.uuid4().hex}).encode()
+        if not self.objects.create(RUN_FILE, content) and (own is None or own != self.run_id()):
+            raise UserError(
+                f"{FLAG} {place} is used by another run, which has no checkpoint yet",
+                f"use another URL; or delete {place}/{RUN_FILE} if that run has ended",
+            )
+        self.objects.put(RUN_FILE, content)  # shows that the store can be written
+        run.mkdir(parents=True, exist_ok=True)
+        atomic_write(run / RUN_FILE, content)
+
     def put_checkpoint(self, checkpoint: Path) -> int:
-        """Copy a checkpoint, and the run's other files. An incomplete or different copy of it is replaced.
+        """Copy a checkpoint, and the run's other files. An incomplete or different copy of it is replaced, and a
+        damaged one repaired.
 
         Returns:
-            The number of bytes of the checkpoint; 0 if the store already contains it.
+            The number of bytes that were copied of the checkpoint; 0 if the store already contains it.
 
         Raises:
             OSError: a file cannot be read.
         """
         self.put_files(checkpoint.parent)
         manifest = (checkpoint / MANIFEST_FILE).read_bytes()
-        name = f"{checkpoint.name}/{MANIFEST_FILE}"
-        if name in self.objects.list(checkpoint.name):
-            if self.objects.read(name) == manifest:
+        digests = read_manifest(checkpoint) or {}
+        seal = f"{checkpoint.name}/{MANIFEST_FILE}"
+        names = sorted(digests)
+        has_seal = seal in self.objects.list(checkpoint.name)
+        if has_seal and self.objects.read(seal) == manifest:
+            names = self._different(checkpoint, names, digests)
+            if not names:
                 return 0
-            self.objects.delete([name])
-        files = [path for path in checkpoint.iterdir() if path.name != MANIFEST_FILE]
-        in_threads(lambda path: self.objects.put(f"{checkpoint.name}/{path.name}", path), files)
-        self.objects.put(name, manifest)
-        return sum(path.stat().st_size for path in files)
+            decision = f"{checkpoint.name} in {self.objects.place} is copied again: {', '.join(names[:5])}"
+            record_decision(checkpoint.parent, _step_of(checkpoint.name) or 0, "damaged_copy", decision)
+        if has_seal:
+            self.objects.delete([seal])
+        self._put_and_verify(checkpoint, names, digests)
+        known = {seal, *(f"{checkpoint.name}/{name}" for name in digests)}
+        self.objects.delete(self.objects.list(checkpoint.name).keys() - known)  # of another layout
+        self.objects.put(seal, manifest)
+        return sum((checkpoint / name).stat().st_size for name in names)
+
+    def _put_and_verify(self, checkpoint: Path, names: list[str], digests: Mapping[str, str]) -> None:
+        """Copy files of a checkpoint, again if they arrive damaged."""
+        for _ in range(TRIES):
+            in_threads(lambda name: self.objects.put(f"{checkpoint.name}/{name}", checkpoint / name), names)
+            names = self._different(checkpoint, names, digests)
+            if not names:
+                return
+        raise StoreError(f"{checkpoint.name}/{names[0]} was damaged {TRIES} times when it was sent")
+
+    def _different(self, checkpoint: Path, names: list[str], digests: Mapping[str, str]) -> list[str]:
+        """Return the names of files of a checkpoint that the store lacks, or of which it has another content.
+
+        Raises:
+            StoreError: a file of the checkpoint is damaged itself.
+        """
+        stored = self.objects.list(checkpoint.name)
+
+        def differs(name: str) -> bool:
+            object_name, path = f"{checkpoint.name}/{name}", checkpoint / name
+            found = digests_of(path)
+            if found.sha256 != digests[name]:
+                raise StoreError(f"{path} differs from {MANIFEST_FILE}")
+            if object_name not in stored:
+                return True
+            return self.objects.is_copy(object_name, stored[object_name], path.stat().st_size, found) is False
+
+        return [name for name, is_other in zip(names, in_threads(differs, names), strict=True) if is_other]
 
     def put_files(self, run: Path) -> None:
-        """Copy the files outside of checkpoints that have changed since the last call."""
+        """Copy the files outside of checkpoints that have changed since the last call.
+
+        The first call of a process compares contents, because the clocks of the store and of this machine can differ.
+        """
         stored = self.objects.list()
         for path in _files_of(run):
             name = path.relative_to(run).as_posix()
             status = path.stat()
-            if self.copied.get(name) == status.st_mtime_ns or _is_copy(stored.get(name), status):
+            if self.copied.get(name) == status.st_mtime_ns:
                 continue
-            self.objects.put(name, path)
+            if name not in stored or not self.objects.is_copy(name, stored[name], status.st_size, digests_of(path)):
+                self.objects.put(name, path if status.st_size > SMALL_BYTES else path.read_bytes())
             self.copied[name] = status.st_mtime_ns
 
     def delete_oldest(self, keep: int | None, newest: int) -> None:
@@ -112,30 +191,32 @@ class RunStore:
             self.objects.delete(manifest)
             self.objects.delete(names - manifest)
 
-    def get_newest(self, run: Path) -> Path:
-        """Copy the newest checkpoint and the run's other files into a run's directory.
+    def get_checkpoint(self, step: int, run: Path, *, keeps_files: bool = False) -> Path:
+        """Copy a checkpoint and the run's other files into a run's directory.
 
-        The checkpoint gets its name when all its files are there, so an interrupted call leaves no partial checkpoint.
+        The other files are replaced when the checkpoint is verified. The checkpoint gets its name when everything is
+        there, so an interrupted call leaves no partial checkpoint.
+
+        Args:
+            keeps_files: whether the other files are copied only if they are missing.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
-            UserError: the copy in the store is damaged.
+            DamagedCopyError: the copy in the store is damaged.
             OSError: a file cannot be written.
         """
-        stored = self.objects.list()
-        step = _complete(stored)[-1]
-        for name in stored:
-            if not name.startswith("checkpoint-"):
-                self._get_file(name, run)
         final = run / f"checkpoint-{step}"
         temporary = run / f".checkpoint-{step}.fetching"  # a starting run deletes such directories
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            self._get_checkpoint(final.name, temporary)
+            self._get_verified(final.name, temporary)
             fsync_tree(temporary)
+            for name in self.objects.list():
+                if not (name.startswith("checkpoint-") or (keeps_files and (run / name).exists())):
+                    self._get_file(name, run)
             temporary.rename(final)
         except BaseException:  # also Ctrl-C: a full disk needs the space
             shutil.rmtree(temporary, ignore_errors=True)
@@ -154,86 +235,155 @@ class RunStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, self.objects.read(name))
 
-    def _get_checkpoint(self, name: str, directory: Path) -> None:
+    def _get_verified(self, name: str, directory: Path) -> None:
+        """Copy the files of a checkpoint. Files that arrive damaged are requested again, because a damaged line is more
+        likely than a damaged store.
+        """
+        verified: dict[str, str] = {}
+        problem = ""
+        for number in range(TRIES):
+            if number:
+                logger.warning("%s of %s is fetched again: %s", name, self.objects.place, problem)
+                time.sleep(_PAUSE_SECONDS * number)
+            try:
+                problem = self._get_missing(name, directory, verified)
+            except StoreError as error:
+                if number + 1 == TRIES:
+                    raise
+                problem = str(error)
+            if not problem:
+                return
+        hint = "no other checkpoint is whole: restore it from a backup, or start a new run with other paths"
+        raise DamagedCopyError(f"{FLAG}: {self.objects.place}/{name} is damaged: {problem}", hint)
+
+    def _get_missing(self, name: str, directory: Path, verified: dict[str, str]) -> str:
+        """Copy the files of a checkpoint that are not verified yet, and return what is wrong; empty if nothing is.
+
+        Args:
+            verified: digests of the verified files by name; this function adds files.
+        """
         stored = {PurePosixPath(each).name for each in self.objects.list(name)} - {MANIFEST_FILE}
-        self.objects.get(f"{name}/{MANIFEST_FILE}", directory / MANIFEST_FILE)
+        (directory / MANIFEST_FILE).write_bytes(self.objects.read(f"{name}/{MANIFEST_FILE}"))
         try:
             digests = read_manifest(directory) or {}
         except ValueError as error:
-            raise self._damaged(name, str(error)) from None
-
+            return str(error)
         if different := sorted(stored ^ digests.keys()):
-            raise self._damaged(name, f"{MANIFEST_FILE} and the files differ: {', '.join(different[:5])}")
+            return f"{MANIFEST_FILE} and the files differ: {', '.join(different[:5])}"
         if not digests:
-            raise self._damaged(name, f"{MANIFEST_FILE} is empty")
+            return f"{MANIFEST_FILE} is empty"
 
-        def get(file: str) -> str:
-            return self.objects.get(f"{name}/{file}", directory / file)
+        def get(file: str) -> None:
+            digest = self.objects.get(f"{name}/{file}", directory / file)
+            if digest == digests[file]:
+                verified[file] = digest
 
-        found = in_threads(get, digests)
-        changed = [file for file, digest in zip(digests, found, strict=True) if digest != digests[file]]
-        if changed:
-            raise self._damaged(name, f"the sha256 differs for {', '.join(changed[:5])}")
-
-    def _damaged(self, name: str, reason: str) -> UserError:
-        hint = f"delete {self.objects.place}/{name}, and --resume uses the checkpoint before it"
-        return UserError(f"{FLAG}: {self.objects.place}/{name} is damaged: {reason}", hint)
+        in_threads(get, [file for file in digests if verified.get(file) != digests[file]])
+        changed = [file for file in digests if verified.get(file) != digests[file]]
+        if not changed:
+            return ""
+        return f"the sha256 differs for {', '.join(changed[:5])}"
 
 
-def fetch_newest(run: Path, option: str) -> None:
-    """Fetch the newest checkpoint of a store into a run's directory, unless the directory has one that is as new.
+def fetch_newest(run: Path, option: str, *, is_running: bool = False) -> bool:
+    """Fetch the newest whole checkpoint of a store into a run's directory, unless the directory has one that is as new.
 
-    The rules, which compare the options with those of the checkpoint, are checked afterwards.
+    The rules, which compare the options with those of the checkpoint, are checked afterwards. If the store does not
+    answer, or its newer checkpoints are damaged, the run continues from the checkpoint in the directory.
+
+    Args:
+        is_running: whether the caller is the run; its files are then newer than those in the store.
+
+    Returns:
+        Whether the store has answered.
 
     Raises:
-        UserError: the store cannot be read, contains another run or is damaged; or the directory cannot be written.
+        UserError: the store cannot be read and the directory has no checkpoint; or the store contains another run or
+            only damaged checkpoints; or the directory cannot be written.
     """
-    with _explained(run, option) as store:
-        steps = store.steps()
-        own = run_checkpoints(run)
-        if not steps or holder_of(run):  # the rules report that another process uses the directory
-            return
-        _check_same_run(store, run)
-        if not own or int(own[-1].name.removeprefix("checkpoint-")) < steps[-1]:
-            logger.info("--resume: fetching checkpoint-%d from %s", steps[-1], store.objects.place)
-            store.get_newest(run)
+    own = _newest_step(run)
+    seconds = _OTHERWISE_SECONDS
+    if own is None:
+        seconds = _ALONE_SECONDS
+        logger.info("--resume: %s has no checkpoint; asking %s for at most %d s", run, option, seconds)
+    with _explained(run, option, seconds) as store:
+        try:
+            if is_running or not holder_of(run):  # the rules report that another process uses the directory
+                _fetch_newer(store, run, own, keeps_files=is_running)
+        except StoreError as error:
+            _continue_without(store, run, error)
+            return False
+    return True
+
+
+def _newest_step(run: Path) -> int | None:
+    checkpoints = run_checkpoints(run)
+    return _step_of(checkpoints[-1].name) if checkpoints else None
+
+
+def _fetch_newer(store: RunStore, run: Path, own: int | None, *, keeps_files: bool) -> None:
+    """Fetch the newest whole checkpoint after step `own`, if the store has one."""
+    steps = store.steps()
+    if not steps:
+        return
+    _check_same_run(store, run)
+    damaged: list[DamagedCopyError] = []
+    chosen = own
+    for step in reversed([step for step in steps if own is None or step > own]):
+        logger.info("--resume: fetching checkpoint-%d from %s", step, store.objects.place)
+        try:
+            store.get_checkpoint(step, run, keeps_files=keeps_files)
+        except DamagedCopyError as error:
+            damaged.append(error)
+            continue
+        chosen = step
+        break
+    if chosen is None:
+        raise damaged[0]
+    for error in damaged:
+        record_decision(run, chosen, "damaged_copy", f"{error.problem}; the run continues from checkpoint-{chosen}")
+
+
+def _continue_without(store: RunStore, run: Path, error: StoreError) -> None:
+    """Record that a run continues without its store, which does not answer.
+
+    Raises:
+        StoreError: the directory has no checkpoint, or the store refuses a request, as for a wrong URL. A restarted run
+            has used this URL before.
+    """
+    own = _newest_step(run)
+    if own is None or (error.is_refused and not num_restarts()):
+        raise error
+    decision = (
+        f"{FLAG} {store.objects.place} does not answer: {error}; the run continues from checkpoint-{own} of {run}, and "
+        "copies its next checkpoints when the store answers"
+    )
+    record_decision(run, own, "store_down", decision)
 
 
 def claim_store(run: Path, option: str, *, resume: bool) -> None:
-    """Write the id of a run to its directory and to a store, which shows that both can be written.
+    """Reserve a store for a run (`RunStore.claim`). A resumed run with a checkpoint continues if the store does not
+    answer, and reserves it before the next copy.
 
     Raises:
         UserError: the store cannot be written, or contains another run, or this run and `resume` is missing; or the
             directory cannot be written.
     """
-    with _explained(run, option) as store:
-        steps = store.steps()
-        if steps and not resume:
-            raise UserError(
-                f"{FLAG} {option} already contains a run (newest: checkpoint-{steps[-1]})",
-                "add --resume to continue from there, or use another URL",
-            )
-        if steps:
-            _check_same_run(store, run)
-        own = _own_id(run)
-        if own is None and resume:
-            own = store.run_id()  # of a run that lost its directory
-        content = json.dumps({"run": own or uuid.uuid4().hex}).encode()
-        if not store.objects.create(RUN_FILE, content) and (own is None or own != store.run_id()):
-            raise UserError(
-                f"{FLAG} {option} is used by another run, which has no checkpoint yet",
-                f"use another URL; or delete {store.objects.place}/{RUN_FILE} if that run has ended",
-            )
-        store.objects.put(RUN_FILE, content)  # shows that the store can be written
-        run.mkdir(parents=True, exist_ok=True)
-        atomic_write(run / RUN_FILE, content)
+    seconds = _OTHERWISE_SECONDS if resume else _FIRST_SECONDS
+    with _explained(run, option, seconds) as store:
+        try:
+            store.claim(run, resume=resume)
+        except StoreError as error:
+            if not resume:
+                raise
+            _continue_without(store, run, error)
 
 
 @contextmanager
-def _explained(run: Path, option: str) -> Iterator[RunStore]:
+def _explained(run: Path, option: str, retry_seconds: float) -> Iterator[RunStore]:
     """Open a store, and name the option if a request to it fails or the run's directory cannot be written."""
     try:
-        store = RunStore(ObjectStore.open(url_of(option), max_retries=2))
+        store = RunStore(ObjectStore.open(url_of(option), retry_seconds))
     except StoreError as error:
         raise UserError(f"{FLAG} {option}: {error}", "check the URL") from None
     try:
@@ -253,7 +403,7 @@ def _check_same_run(store: RunStore, run: Path) -> None:
     Raises:
         UserError: the store contains another run.
     """
-    own, stored = _own_id(run), store.run_id()
+    own, stored = own_id(run), store.run_id()
     if stored is None:
         problem = f"{FLAG}: {store.objects.place}/{RUN_FILE} is missing or damaged, so its run is unknown"
         raise UserError(problem, "use another URL")
@@ -266,7 +416,7 @@ def _check_same_run(store: RunStore, run: Path) -> None:
         )
 
 
-def _own_id(run: Path) -> str | None:
+def own_id(run: Path) -> str | None:
     """Return the id of the run in a directory; None without one."""
     try:
         return _id_in((run / RUN_FILE).read_bytes())
@@ -288,13 +438,6 @@ def _files_of(run: Path) -> Iterator[Path]:
     for path in found:
         if path.is_file() and not path.name.startswith("."):
             yield path
-
-
-def _is_copy(stored: Stored | None, status: os.stat_result) -> bool:
-    """Return whether an object was written, with the same size, after the file had been changed for the last time."""
-    if stored is None or stored.size != status.st_size:
-        return False
-    return stored.written.timestamp() > status.st_mtime + _CLOCK_SECONDS
 
 
 def _begun(names: Collection[str]) -> set[int]:

@@ -29,7 +29,6 @@ from swiftlite.hub.commits import check_commits, write_commits
 from swiftlite.hub.name import hub_names
 from swiftlite.methods.index import method_of
 from swiftlite.model.trunk import TrunkSource
-from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule, layout_lines
 from swiftlite.report.metrics import read_metrics, restarts_in
@@ -45,6 +44,7 @@ from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import load_checkpoint
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
 from swiftlite.train.checkpoint.state import CheckpointState, DataState
+from swiftlite.train.checkpoint.verification import newest_whole_checkpoint
 from swiftlite.train.image_files import changed_images, write_digests
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.metrics.run_report import check_frozen, compare_tensors, write_report
@@ -153,14 +153,20 @@ def copy_checkpoints(args: SftArgs) -> AbstractContextManager[Copies | None]:
 
 
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
-    """Return the newest checkpoint if --resume is set. None without --resume, or if the run has no checkpoint yet."""
+    """Return the newest whole checkpoint if --resume is set (`newest_whole_checkpoint`); collective.
+
+    Returns:
+        None without --resume, or if the run has no checkpoint yet.
+
+    Raises:
+        UserError: all checkpoints are damaged.
+    """
     if not args.resume:
         return None
-    checkpoints = run_checkpoints(Path(args.output_dir))
-    if checkpoints:
-        return checkpoints[-1]
-    logger.info("--resume: %s has no checkpoint yet; the run starts from its first step", args.output_dir)
-    return None
+    checkpoint = newest_whole_checkpoint(Path(args.output_dir), args.checkpoint_store)
+    if checkpoint is None:
+        logger.info("--resume: %s has no checkpoint yet; the run starts from its first step", args.output_dir)
+    return checkpoint
 
 
 def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, checkpoint: Path | None) -> None:
@@ -293,7 +299,7 @@ def restore(run: Run) -> CheckpointState:
         )
     if run.is_first_rank:
         check_run_files(run)
-    load_checkpoint(run.checkpoint, run.mesh, run.train_state.chunks, run.train_state.optimizer)
+    load_checkpoint(run.checkpoint, run.mesh, run.train_state.chunks, run.train_state.optimizer, is_verified=True)
     run.train_state.scheduler.step(increment=state.step)
     logger.info("resuming from %s", run.checkpoint)
     return state

@@ -91,6 +91,8 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         prepared = prepare(args, mesh, models)
         state = phases.restore(prepared)
         trainer = make_trainer(prepared, state, after_step, copies)
+        if copies and prepared.checkpoint:  # a killed run may not have copied it
+            copies.add(prepared.checkpoint)
         try:
             outcome = phases.fit(prepared, trainer, state.step, make_held_out(prepared))
         finally:

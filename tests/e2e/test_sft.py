@@ -152,21 +152,23 @@ def test_strip_leaves_no_head_and_no_promise(commands, model, tmp_path):
 
 def test_a_checkpoint_that_does_not_fit_is_named(commands, sft, model, tmp_path):
     commands.ok(*sft, "--train_iters", "4", "--acceptance_samples", "0", "--output_dir", tmp_path / "run")
-    (tmp_path / "run" / "checkpoint-4" / "SHA256SUMS").unlink()
-    state = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
-    state.write_text(state.read_text().replace('"mtp_num_layers": 1', '"mtp_num_layers": 2'))
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    del state["version"]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"mtp_num_layers": 2}))
+    (checkpoint / "SHA256SUMS").unlink()
     result = commands.run("export", "--to_hf", "--model", tmp_path / "run", "--output_dir", tmp_path / "hf")
     assert result.returncode == 1
     assert mentions(result.stderr, "checkpoint-4 --resume")
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "hf").exists()
-    damaged = next((tmp_path / "run" / "checkpoint-4").glob("*.distcp"))
+    damaged = next(checkpoint.glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:100])
     again = commands.run(
         *sft, "--train_iters", "8", "--acceptance_samples", "0", "--output_dir", tmp_path / "run", "--resume"
     )
     assert again.returncode == 1
-    assert has_line(again.stderr, "checkpoint-4")
+    assert has_line(again.stderr, "checkpoint-4.damaged")
 
 
 def test_a_place_that_cannot_be_written_is_named(commands, sft):

@@ -30,7 +30,7 @@ PLACES = [
     ("write_report", 1),
     ("Copies.finish", 1),
 ]
-FETCHING = [("RunStore.get_newest", 1), ("ObjectStore.get", 2), ("fsync_tree", 1)]
+FETCHING = [("RunStore.get_checkpoint", 1), ("ObjectStore.get", 2), ("fsync_tree", 1)]
 
 WITH_STEP_2 = SignalAtCall("RunStore.delete_oldest", 2, in_threads=True)
 """After this signal, the store contains step 2 and no other. The trainer can be at any later step."""
@@ -74,7 +74,8 @@ def without_id(content: dict[str, Any]) -> dict[str, Any]:
 
 def stored(url: str, directory: Path) -> Path:
     """Copy the newest checkpoint of a store to `directory/run`, which verifies its digests."""
-    RunStore(ObjectStore.open(url)).get_newest(directory / "run")
+    store = RunStore(ObjectStore.open(url))
+    store.get_checkpoint(store.steps()[-1], directory / "run")
     return directory
 
 

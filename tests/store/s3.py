@@ -1,10 +1,13 @@
 """A local server with the protocol of S3, and the environment with which clients find it."""
 
+import http.client
 import itertools
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -54,3 +57,64 @@ def content_of(url: str) -> dict[str, bytes]:
     """Return the objects below a URL."""
     objects = ObjectStore.open(url)
     return {name: objects.read(name) for name in objects.list()}
+
+
+class FaultyLine(ThreadingHTTPServer):
+    """A proxy between a client and a server that flips one bit of some contents.
+
+    Attributes:
+        damages: number of contents to damage, by method and part of the path.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, server: S3):
+        super().__init__(("127.0.0.1", 0), _Forward)
+        self.target = server.endpoint.removeprefix("http://")
+        self.damages: dict[tuple[str, str], int] = {}
+
+    def carry(self, method: str, path: str, content: bytes) -> bytes:
+        for (damaged_method, part), number in self.damages.items():
+            if number and method == damaged_method and part in path and content:
+                self.damages[damaged_method, part] -= 1
+                return bytes([content[0] ^ 1]) + content[1:]
+        return content
+
+
+class _Forward(BaseHTTPRequestHandler):
+    def handle_one_request(self):
+        line: FaultyLine = self.server  # type: ignore[assignment]
+        self.raw_requestline = self.rfile.readline(65537)
+        if not self.raw_requestline or not self.parse_request():
+            self.close_connection = True
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.command == "PUT":
+            body = line.carry("PUT", self.path, body)
+        target = http.client.HTTPConnection(line.target)
+        target.request(self.command, self.path, body, dict(self.headers))
+        answer = target.getresponse()
+        content = answer.read()
+        if self.command == "GET":
+            content = line.carry("GET", self.path, content)
+        self.send_response_only(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", answer.getheader("Content-Length") or str(len(content)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+        self.close_connection = True
+
+
+@contextmanager
+def faulty_line(server: S3) -> Iterator[FaultyLine]:
+    """Run a proxy for a server until the context ends."""
+    with FaultyLine(server) as line:
+        thread = threading.Thread(target=line.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield line
+        finally:
+            line.shutdown()

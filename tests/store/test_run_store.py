@@ -1,5 +1,6 @@
 """Test copies of runs in a directory and in a local S3 server, with files in place of real checkpoints."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -7,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from swiftlite.base.errors import UserError
+from swiftlite.runtime.progress import RESTARTS
 from swiftlite.store import run_store
 from swiftlite.store.copies import Copies, copies_of
 from swiftlite.store.manifest import MANIFEST_FILE, write_manifest
-from swiftlite.store.objects import ObjectStore, StoreError, check_store, url_of
+from swiftlite.store.objects import ObjectStore, Stored, StoreError, check_store, digests_of, url_of
 from swiftlite.store.run_store import RUN_FILE, RunStore, claim_store, fetch_newest
 from tests.messages import mentions
-from tests.store.s3 import S3, content_of, s3_server
+from tests.store.s3 import S3, content_of, faulty_line, s3_server
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,23 @@ def url(request, s3: S3, monkeypatch, tmp_path) -> str:
     if request.param == "s3":
         return s3.new_url()
     return url_of(str(tmp_path / "a store"))
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch):
+    monkeypatch.setattr(run_store, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(run_store, "_FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(run_store, "_OTHERWISE_SECONDS", 0.2)
+    monkeypatch.setattr(run_store, "_ALONE_SECONDS", 0.4)
+
+
+@pytest.fixture
+def line(s3: S3, monkeypatch):
+    """Return a line to the server of the URLs `s3`, which damages what a test requests."""
+    with faulty_line(s3) as line:
+        for name, value in (s3.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{line.server_port}"}).items():
+            monkeypatch.setenv(name, value)
+        yield line
 
 
 @pytest.fixture
@@ -64,6 +83,12 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}
 
 
+def decisions(run: Path) -> list[dict]:
+    """Return the decisions in metrics.jsonl."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "decision" in line]
+
+
 def store_of(url: str) -> RunStore:
     return RunStore(ObjectStore.open(url))
 
@@ -84,15 +109,6 @@ def test_a_run_comes_back(url, run, tmp_path):
 def test_no_option_no_copies(run):
     with copies_of(run, None, keep=None) as copies:
         assert copies is None
-
-
-def test_a_checkpoint_that_was_not_copied_is_copied_at_the_start(url, run):
-    prepare_store(run, url, resume=False)
-    add_checkpoint(run, 2)
-    add_checkpoint(run, 4)
-    with copies_of(run, url, keep=None):
-        pass
-    assert store_of(url).steps() == [4]
 
 
 def test_old_checkpoints_and_remains_are_deleted(url, run):
@@ -155,6 +171,97 @@ def test_a_newer_checkpoint_of_the_directory_is_kept(url, run):
     assert files(run) == before
 
 
+@pytest.mark.parametrize("harm", ["lost", "other", "longer"])
+def test_a_copy_is_repaired(url, run, harm):
+    prepare_store(run, url, resume=False)
+    checkpoint = add_checkpoint(run, 2)
+    store_of(url).put_checkpoint(checkpoint)
+    name, content = "checkpoint-2/__0_0.distcp", (checkpoint / "__0_0.distcp").read_bytes()
+    if harm == "lost":
+        store_of(url).objects.delete([name])
+    else:
+        store_of(url).objects.put(name, content + b"." if harm == "longer" else b"." + content[1:])
+    assert store_of(url).put_checkpoint(checkpoint) == len(content)
+    (decision,) = decisions(run)
+    assert decision["fault"] == "damaged_copy"
+    store_of(url).put_files(run)
+    assert content_of(url) == files(run)
+    assert store_of(url).put_checkpoint(checkpoint) == 0
+
+
+def test_a_file_that_its_disk_damaged_is_not_copied(url, run):
+    prepare_store(run, url, resume=False)
+    checkpoint = add_checkpoint(run, 2)
+    content = (checkpoint / "__0_0.distcp").read_bytes()
+    (checkpoint / "__0_0.distcp").write_bytes(b"." + content[1:])
+    with pytest.raises(StoreError, match=r"__0_0.distcp.*SHA256SUMS"):
+        store_of(url).put_checkpoint(checkpoint)
+    assert store_of(url).steps() == []
+
+
+def test_a_copy_has_no_files_of_another_layout(url, run, tmp_path):
+    prepare_store(run, url, resume=False)
+    store_of(url).put_checkpoint(add_checkpoint(run, 2))
+    store_of(url).objects.put("checkpoint-2/__3_0.distcp", b"of four ranks")
+    store_of(url).objects.put(f"checkpoint-2/{MANIFEST_FILE}", b"of four ranks")
+    store_of(url).put_checkpoint(run / "checkpoint-2")
+    prepare_store(tmp_path / "other", url, resume=True)
+    assert files(tmp_path / "other") == files(run)
+
+
+def test_what_a_line_damages_is_sent_again(s3, line, run, tmp_path):
+    url = s3.new_url()
+    prepare_store(run, url, resume=False)
+    line.damages = {("PUT", "__0_0"): 2, ("PUT", "SHA256SUMS"): 1, ("PUT", "args.json"): 1}
+    store_of(url).put_checkpoint(add_checkpoint(run, 2))
+    assert not any(line.damages.values())
+    assert content_of(url) == files(run)
+    line.damages = {("GET", "__0_0"): 1, ("GET", "SHA256SUMS"): 1, ("GET", "args.json"): 1}
+    prepare_store(tmp_path / "other", url, resume=True)
+    assert not any(line.damages.values())
+    assert files(tmp_path / "other") == files(run)
+
+
+def test_a_line_that_damages_everything_seals_no_copy(s3, line, run):
+    url = s3.new_url()
+    prepare_store(run, url, resume=False)
+    line.damages = {("PUT", "__0_0"): 99}
+    with pytest.raises(StoreError, match="__0_0"):
+        store_of(url).put_checkpoint(add_checkpoint(run, 2))
+    assert store_of(url).steps() == []
+
+
+def test_tags_of_a_service_that_encrypts(s3, run, tmp_path, monkeypatch):
+    """With a key of the user, the tags of S3 look the same and are not the MD5. Sizes are then compared."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    objects = ObjectStore.open(s3.new_url())
+    objects.put("a", b"content")
+    (stored,) = objects.list().values()
+    digests = digests_of(write(tmp_path / "a", b"content"))
+    other_tag = Stored(stored.size, "0" * 32)
+    assert objects.is_copy("a", other_tag, 7, digests) is True
+    assert not objects.has_md5_tags
+    assert objects.is_copy("a", other_tag, 7, digests) is None
+    assert objects.is_copy("a", other_tag, 8, digests) is False
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def test_files_are_compared_by_content(url, run):
+    """The clock of the store can be ahead, so a file that was written later can look older than its copy."""
+    prepare_store(run, url, resume=False)
+    store_of(url).put_files(run)
+    (run / "args.json").write_text('{"lr": 2}')  # as long as before
+    an_hour_ago = time.time() - 3600
+    os.utime(run / "args.json", (an_hour_ago, an_hour_ago))
+    store_of(url).put_files(run)
+    assert content_of(url) == files(run)
+
+
 def test_a_damaged_copy_is_refused(url, run, tmp_path):
     prepare_store(run, url, resume=False)
     store = store_of(url)
@@ -163,7 +270,31 @@ def test_a_damaged_copy_is_refused(url, run, tmp_path):
     with pytest.raises(UserError) as caught:
         prepare_store(tmp_path / "other", url, resume=True)
     assert mentions(str(caught.value), "--checkpoint_store checkpoint-2 __0_0.distcp")
-    assert not list((tmp_path / "other").glob("*checkpoint-*"))
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("own", [None, 2])
+def test_the_whole_copy_before_a_damaged_one_is_used(url, run, tmp_path, own):
+    """Or the checkpoint in the directory, if it is newer than the other copy."""
+    prepare_store(run, url, resume=False)
+    for step in (1, 4):
+        store_of(url).put_checkpoint(add_checkpoint(run, step))
+    store_of(url).objects.delete(["checkpoint-4/__0_0.distcp"])
+    other = tmp_path / "other"
+    if own:
+        prepare_store(other, url, resume=True)
+        add_checkpoint(other, own)
+        (other / "metrics.jsonl").write_text("")
+        (other / "args.json").write_text("of this directory")
+    before = files(other) if own else {}
+    prepare_store(other, url, resume=True)
+    newest = max(int(path.name.removeprefix("checkpoint-")) for path in other.glob("checkpoint-*"))
+    assert newest == (own or 1)
+    decision = decisions(other)[-1]
+    assert (decision["step"], decision["fault"]) == (newest, "damaged_copy")
+    assert mentions(decision["decision"], f"checkpoint-4 checkpoint-{newest}")
+    if own:
+        assert files(other) | {"metrics.jsonl": b""} == before
 
 
 @pytest.mark.parametrize("line", [f"{'0' * 64}  ../stolen", f"{'0' * 64}  ..", "no digest"])
@@ -360,15 +491,56 @@ def test_a_bucket_that_does_not_exist(s3, run, monkeypatch):
     assert "\n" not in caught.value.problem
 
 
-def test_a_server_that_does_not_answer(run, monkeypatch):
+@pytest.fixture
+def url_without_answer(monkeypatch) -> str:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    return "s3://bucket/run"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_server_that_does_not_answer(run, url_without_answer, resume):
     with pytest.raises(UserError) as caught:
-        prepare_store(run, "s3://bucket/run", resume=False)
+        prepare_store(run, url_without_answer, resume=resume)
     assert mentions(str(caught.value), "--checkpoint_store s3://bucket/run")
     assert "secret" not in str(caught.value)
+
+
+def test_a_run_with_a_checkpoint_continues_without_the_store(run, url_without_answer):
+    add_checkpoint(run, 2)
+    assert not fetch_newest(run, url_without_answer)
+    claim_store(run, url_without_answer, resume=True)
+    assert [(line["step"], line["fault"]) for line in decisions(run)] == [(2, "store_down")] * 2
+    assert mentions(decisions(run)[0]["decision"], "--checkpoint_store s3://bucket/run checkpoint-2")
+
+
+def test_a_wrong_url_is_an_error_until_the_run_has_used_it(s3, run, monkeypatch):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    add_checkpoint(run, 2)
+    with pytest.raises(UserError):
+        fetch_newest(run, "s3://nosuch/run")
+    monkeypatch.setenv(RESTARTS, "1")
+    assert not fetch_newest(run, "s3://nosuch/run")
+
+
+def test_a_store_that_was_not_claimed_is_claimed_before_the_first_copy(run, tmp_path):
+    first, second = (url_of(str(tmp_path / name)) for name in ("store", "another"))
+    copies = Copies(store_of(first), run)
+    copies.add(add_checkpoint(run, 2))
+    copies.finish()
+    assert json.loads(content_of(first)[RUN_FILE]) == json.loads((run / RUN_FILE).read_text())
+    claim_store(tmp_path / "other", second, resume=False)
+    store_of(second).put_checkpoint(add_checkpoint(tmp_path / "other", 2))
+    before = content_of(second)
+    copies = Copies(store_of(second), run)
+    copies.add(run / "checkpoint-2")
+    with pytest.raises(UserError) as caught:
+        copies.finish()
+    assert mentions(str(caught.value), "--checkpoint_store --output_dir")
+    assert content_of(second) == before
 
 
 def test_large_files_are_written_in_parts(s3, tmp_path, monkeypatch):

@@ -80,6 +80,15 @@ def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
+def of_first_release(checkpoint: Path) -> None:
+    """Turn a checkpoint into one of the first releases, which has no digests and no version."""
+    (checkpoint / "SHA256SUMS").unlink()
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["version"]
+    path.write_text(json.dumps(state))
+
+
 def test_weights_and_state_come_back(open_chunks, mesh, tmp_path):
     (chunk,) = chunks = open_chunks()
     expected = {name: torch.randn_like(parameter) for name, parameter in chunk.named_parameters()}
@@ -224,7 +233,7 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path, content):
 
 
 def test_a_damaged_file_is_named(open_chunks, mesh, saved):
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     file = next(saved.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(UserError, match=naming("checkpoint-1 --resume")):
@@ -329,7 +338,7 @@ def test_a_manifest_lists_every_file(open_chunks, mesh, saved):
 
 
 def test_a_common_file_that_is_cut_short(open_chunks, mesh, saved):
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     (saved / "common.pt").write_bytes(b"PK\3\4 and no more")
     with pytest.raises(UserError, match=naming("checkpoint-1 --resume")):
         load_checkpoint(saved, mesh, open_chunks())
@@ -340,13 +349,25 @@ def test_a_checkpoint_from_before_there_were_digests(open_chunks, mesh, saved, c
     logger.propagate = True
     load_checkpoint(saved, mesh, open_chunks())
     assert not has_line(caplog.text, "checkpoint-1")
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     load_checkpoint(saved, mesh, open_chunks())
-    assert has_line(caplog.text, "checkpoint-1")
+    assert has_line(caplog.text, "checkpoint-1 SHA256SUMS")
+
+
+def test_a_checkpoint_that_lost_its_digests_is_not_trusted(open_chunks, mesh, saved):
+    (saved / "SHA256SUMS").unlink()
+    with pytest.raises(UserError, match=naming("checkpoint-1 SHA256SUMS")):
+        load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_an_older_checkpoint_of_the_run_has_digests(open_chunks, mesh, saved):
+    of_first_release(shutil.copytree(saved, saved.with_name("checkpoint-2")))
+    with pytest.raises(UserError, match=naming("checkpoint-2 SHA256SUMS")):
+        load_checkpoint(saved.with_name("checkpoint-2"), mesh, open_chunks())
 
 
 def test_code_in_the_metadata_does_not_run(open_chunks, mesh, saved, tmp_path):
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     with pytest.raises(UserError, match=naming("checkpoint-1 .metadata")):
         load_checkpoint(saved, mesh, open_chunks())
@@ -361,7 +382,7 @@ class _ByName(pickle.Pickler):
 
 
 def test_a_checkpoint_that_python_3_11_2_wrote(open_chunks, mesh, saved):
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     with (saved / ".metadata").open("wb") as file:
         _ByName(file).dump(metadata)
@@ -370,7 +391,7 @@ def test_a_checkpoint_that_python_3_11_2_wrote(open_chunks, mesh, saved):
 
 
 def test_a_class_that_the_metadata_only_names(open_chunks, mesh, saved):
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.planner_data = subprocess.Popen
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -384,7 +405,7 @@ class Method:
 
 
 def test_no_other_attribute_is_taken(open_chunks, mesh, saved):
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     (saved / ".metadata").write_bytes(pickle.dumps(Method()))
     with pytest.raises(UserError, match=naming(".metadata 'home'")):
         load_checkpoint(saved, mesh, open_chunks())
@@ -392,7 +413,7 @@ def test_no_other_attribute_is_taken(open_chunks, mesh, saved):
 
 def test_an_enum_that_the_pickle_changes(open_chunks, mesh, saved):
     """The opcode BUILD of a pickle can set attributes of a class. `getattr` could then return another object."""
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     enum = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
     changes = b"}(V_member_map_\n}(V__init__\n" + enum + b"uu"  # {"_member_map_": {"__init__": WriteItemType}}
     build = enum + b"N" + changes + b"\x86b0"
@@ -409,7 +430,7 @@ def test_an_enum_that_the_pickle_changes(open_chunks, mesh, saved):
 
 def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_path):
     """torch would load such objects with weights_only=False. Damaged files are still detected."""
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     index = next(index for index in metadata.storage_data if "_extra_state" in index.fqn)
     torch.save(Evil(tmp_path / "ran"), saved / "evil")
@@ -427,7 +448,7 @@ def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_pa
 
 
 def test_code_in_the_common_file_does_not_run(open_chunks, mesh, saved, tmp_path):
-    (saved / "SHA256SUMS").unlink()
+    of_first_release(saved)
     torch.save(Evil(tmp_path / "ran"), saved / "common.pt")
     with pytest.raises(UserError, match=naming("checkpoint-1")) as error:
         load_checkpoint(saved, mesh, open_chunks())

@@ -26,18 +26,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from swiftlite.base.atomic import fsync_tree, sync
 from swiftlite.base.errors import UserError, is_of_storage, reason_of
 from swiftlite.base.log import logger
-from swiftlite.bridge.tensors import some
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.store.copies import Copies
-from swiftlite.store.manifest import MANIFEST_FILE, changed_files, read_manifest, write_manifest
+from swiftlite.store.manifest import write_manifest
 from swiftlite.store.retention import delete_checkpoint, delete_oldest
 from swiftlite.train.checkpoint.adapter_state import with_adapters
 from swiftlite.train.checkpoint.files import SaveStrategy
 from swiftlite.train.checkpoint.metadata import check_metadata
 from swiftlite.train.checkpoint.optimizer_state import set_state, slots_of, state_to_load, state_to_save
 from swiftlite.train.checkpoint.state import STATE_FILE, USE_ANOTHER, CheckpointState
+from swiftlite.train.checkpoint.verification import damage_of
 
 # Exceptions when a checkpoint is truncated or lacks requested tensors.
 _DAMAGES = (
@@ -232,6 +232,7 @@ def load_checkpoint(
     optimizer: MegatronOptimizer | None = None,
     *,
     with_heads: bool = True,
+    is_verified: bool = False,
 ) -> None:
     """Load a checkpoint's weights into this rank's chunks and, if `optimizer` is given, the optimizer state into the
     optimizer.
@@ -239,11 +240,13 @@ def load_checkpoint(
     Args:
         mesh: the ranks that hold the model.
         with_heads: whether MTP layers are read too; otherwise the MTP layers of `chunks` keep their weights.
+        is_verified: whether the files have been verified already (`damage_of`).
 
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
-    verify_files(checkpoint)
+    if not is_verified and (problem := damage_of(checkpoint)):
+        raise UserError(f"{checkpoint} is damaged: {problem}", USE_ANOTHER)
     tensors = {name: _without_extra(state) for name, state in sharded_model(chunks, mesh).items()}
     if not with_heads:
         tensors = {name: _without_heads(state) for name, state in tensors.items()}
@@ -269,33 +272,6 @@ def load_checkpoint(
         assert not missing or not with_heads, missing
     if slots:
         set_state(slots, loaded.get("optimizer", {}), CheckpointState.read(checkpoint).step)
-
-
-def verify_files(checkpoint: Path) -> None:
-    """Verify the digests of all files. Collective: each rank reads some of the files.
-
-    Raises:
-        UserError: files differ; raised on every rank, with the names of these files.
-    """
-    try:
-        digests = read_manifest(checkpoint)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{checkpoint} is damaged: {error}", USE_ANOTHER) from None
-    if digests is None:
-        logger.info("%s has no digests of its files; they are read unverified", checkpoint)
-        return
-    needed = {".metadata", "common.pt", STATE_FILE, *(path.name for path in checkpoint.glob("*.distcp"))}
-    if unlisted := sorted(needed - digests.keys()):
-        raise UserError(f"{checkpoint} is damaged: {MANIFEST_FILE} lacks {', '.join(some(unlisted, 5))}", USE_ANOTHER)
-    mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
-    changed: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(changed, changed_files(checkpoint, digests, mine))
-    names = list(chain.from_iterable(changed))
-    if names:
-        raise UserError(
-            f"{checkpoint} is damaged: the sha256 differs for {', '.join(some(sorted(names), 5))}",
-            USE_ANOTHER,
-        )
 
 
 @contextmanager

@@ -61,17 +61,22 @@ def check_metadata(checkpoint: Path) -> None:
 
     Raises:
         OSError: `.metadata` or common.pt is missing. megatron-core reports a missing common.pt as an AttributeError.
-        pickle.UnpicklingError: `.metadata` is damaged, or refers to another class or to a file outside the checkpoint.
+        pickle.UnpicklingError: `.metadata` is damaged, or refers to another class or to a file outside the checkpoint;
+            or a file is truncated.
     """
     (checkpoint / COMMON_STATE_FNAME).stat()
     with (checkpoint / METADATA_FILE).open("rb") as file:
         try:
             metadata = _Unpickler(file).load()
-            names = {info.relative_path for info in metadata.storage_data.values()}
+            ends: dict[str, int] = {}  # of the last tensor in each file
+            for info in metadata.storage_data.values():
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         except (OSError, pickle.UnpicklingError):
             raise
         except Exception as error:  # a damaged pickle can raise almost any exception
             raise pickle.UnpicklingError(f"{METADATA_FILE}: {error}") from None
-    for name in names:
+    for name, end in ends.items():
         if not name or name == ".." or Path(name).name != name:
             raise pickle.UnpicklingError(f"{METADATA_FILE} names a file outside of the checkpoint: {name!r}")
+        if (checkpoint / name).stat().st_size < end:
+            raise pickle.UnpicklingError(f"{name} is truncated")

@@ -16,7 +16,7 @@ from swiftlite.plan.trunk import Trunk
 
 STATE_FILE = "trainer_state.json"
 VERSION = 1
-USE_ANOTHER = "use another checkpoint; or delete this one, and --resume uses the one before it"
+USE_ANOTHER = "use another checkpoint; --resume renames a damaged one, and uses the newest one that is whole"
 
 _Count = Annotated[int, Field(ge=0)]
 _Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
@@ -94,6 +94,12 @@ class CheckpointState:
         if number.isdigit() and number != checkpoint.name and int(number) != state.step:
             raise UserError(f"{path} is damaged: it has step {state.step}, its directory {number}", USE_ANOTHER)
         return state
+
+    @staticmethod
+    def has_version(checkpoint: Path) -> bool:
+        """Return whether the state has a version, as in all checkpoints since the first releases."""
+        content = read_json(checkpoint / STATE_FILE)
+        return isinstance(content, dict) and "version" in content
 
     @property
     def trunk(self) -> Trunk:
