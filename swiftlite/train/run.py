@@ -133,8 +133,8 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
 
     checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
-    data_state = phases.data_state(args, data, tokenizer)
-    phases.check_same_data(checkpoint, data_state, data)
+    data_state = phases.data_state(data, tokenizer)
+    phases.check_same_data(args, checkpoint, data_state, data)
     if plan.lora or plan.trunk.is_in_base:
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
@@ -205,10 +205,10 @@ def check_first_rows(args: SftArgs, encoder: Encoder) -> None:
         return
     for name in args.dataset:
         file = DataFile(Path(name))
-        for line, parse_line in itertools.islice(file.unparsed_rows(), NUM_FIRST_ROWS):
-            checked = check_row(parse_line(), f"{file.name}:{line}", system=args.system, parse=encoder.parse)
+        for row in itertools.islice(file.unparsed_rows(), NUM_FIRST_ROWS):
+            checked = check_row(row.parse(), f"{file.name}:{row.line}", system=args.system, parse=encoder.parse)
             if isinstance(checked, BadRow):
-                raise UserError(str(checked), checked.hint or "correct the row, or use --max_bad_rows")
+                raise UserError(str(checked), checked.hint or "correct the row, or use --max_bad_rows 1")
 
 
 NUM_FIRST_ROWS = 32
