@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         print(end="", flush=True)  # at exit, Python would report a closed pipe as an error
         return code
     except UserError as error:
-        failure.report(error, error.exit_code, is_final=True)
+        failure.report(error, error.exit_code, is_final=error.is_final)
         _log_once(f"swiftlite: {error}")
         return error.exit_code
     except KeyboardInterrupt:
