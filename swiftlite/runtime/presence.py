@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from swiftlite.base.errors import LostRank, is_of_connection
 from swiftlite.base.log import logger
+from swiftlite.runtime.flight_recorder import last_collective, write_trace
 
 # Seconds between two signs of life.
 BEAT_SECONDS = 5.0
@@ -95,8 +96,12 @@ class Presence:
                     names = ", ".join(map(str, missing[:8]))
                     logger.info("waiting for rank %s (%s) since %.0f s", names, what, now - start)
 
-    def find_hanging(self) -> LostRank | None:
-        """Return an error that names a rank without signs of life, after a step has failed; None if there is none."""
+    def find_hanging(self, what: str) -> LostRank | None:
+        """Return an error that names a rank without signs of life, after a step has failed; None if there is none.
+
+        Args:
+            what: what this rank waited for.
+        """
         try:
             deadline = time.monotonic() + AFTER_TIMEOUT_SECONDS + BEAT_SECONDS
             others = [rank for rank in range(self.size) if rank != self.rank]
@@ -105,7 +110,7 @@ class Presence:
             first = dict(self._seen)
             while time.monotonic() < deadline:
                 if lost := self._lost(others, AFTER_TIMEOUT_SECONDS):
-                    return self._error(lost, AFTER_TIMEOUT_SECONDS, "a step")
+                    return self._error(lost, AFTER_TIMEOUT_SECONDS, what)
                 if all(self._seen[rank] != first[rank] for rank in others):
                     return None
                 time.sleep(POLL_SECONDS)
@@ -151,14 +156,28 @@ def signs_of_life(timeout_minutes: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # The launcher names a rank that has ended sooner than this rank could find it.
-        hanging = _present.find_hanging() if is_of_connection(error) and "TORCHELASTIC_ERROR_FILE" in os.environ else None
-        if hanging:
-            raise hanging from error
+        if is_of_connection(error) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            _explain(error, _present)
         raise
     finally:
         _present.close()
         _present = None
+
+
+def _explain(error: RuntimeError, present: Presence) -> None:
+    """Name the rank at fault for a failed collective operation, unless it has ended, which its launcher reports.
+
+    Raises:
+        LostRank: a rank hangs.
+    """
+    where = last_collective() or "a step"
+    hanging = present.find_hanging(where)
+    if hanging or "Timed out" in str(error):
+        logger.warning("rank %d waited in %s until --distributed_timeout_minutes", present.rank, where)
+        with suppress(OSError):  # the error itself matters more
+            write_trace(present.rank)
+    if hanging:
+        raise hanging from error
 
 
 def wait_for_ranks(what: str) -> None:
