@@ -5,12 +5,19 @@ Names on the hub are split in the same way (hub/name.py).
 
 from pathlib import Path
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".csv", ".txt")
 """Extensions of data files; a .txt file is one row with a text."""
+STREAMED_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+"""Extensions of files that are read row by row."""
 
 MAX_DIGITS = 15
 """Maximum number of digits of a number of rows. No file has so large a number of rows, and int() raises an error for
 5000 digits."""
+
+
+def data_suffix(name: str) -> str:
+    """Return the extension of a data file in lower case; "" if it has another extension."""
+    return next((suffix for suffix in DATA_SUFFIXES if name.lower().endswith(suffix)), "")
 
 
 def split_sample(spec: str) -> tuple[str, str]:

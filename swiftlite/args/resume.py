@@ -11,8 +11,12 @@ CHANGEABLE = {
     *(field.name for field in dataclasses.fields(DistributedArgs)),
     *(field.name for field in dataclasses.fields(RecomputeArgs)),
     "cache_trunk_states",
+    # their content counts, which checkpoints have digests of
+    "dataset",
+    "val_dataset",
     "dataset_cache",
     "dataset_num_proc",
+    "max_bad_rows",
     "media_root",
     "ref_logprobs_cache",
     "ref_pipeline_model_parallel_size",
@@ -33,4 +37,4 @@ CHANGEABLE = {
     "reward_timeout",
     "rollouts_total_limit",
 }
-"""Length, reports, profiles, evaluations, checkpoints, and the distribution of work."""
+"""Length, places of data, reports, profiles, evaluations, checkpoints, and the distribution of work."""

@@ -3,6 +3,15 @@
 import errno
 import os
 
+# Messages of torch, gloo and NCCL for a lost peer; torch has no exception class for errors of gloo.
+_OF_CONNECTION = (
+    "gloo/transport",
+    "NCCL",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "failed to recv",
+)
 _OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EINTR)
 
 
@@ -13,7 +22,12 @@ class UserError(Exception):
         problem: the invalid input and why it is invalid, in the user's terms (flag, path, file:line).
         hint: what to do or type next. It is printed indented below the problem.
         exit_code: 1 for a failed run, 2 for invalid options.
+
+    Attributes:
+        is_final: whether the error would repeat if the run were restarted.
     """
+
+    is_final = True
 
     def __init__(self, problem: str, hint: str = "", exit_code: int = 1):
         super().__init__(problem)
@@ -59,6 +73,27 @@ class OptionError(UserError):
                 lines.append(f"      {hint}")
         super().__init__("\n".join(lines), exit_code=2)
         self.problems = problems
+
+
+class LostRank(UserError):
+    """Another rank hangs, and this rank has waited for it.
+
+    Args:
+        who: the rank and its host.
+        how: how it was found.
+    """
+
+    is_final = False
+
+    def __init__(self, who: str, how: str):
+        super().__init__(f"{who} hangs: {how}", "see the log and the processes of its host; --max_restarts restarts")
+        self.who = who
+        self.how = how
+
+
+def is_of_connection(error: BaseException) -> bool:
+    """Return whether a rank lost its connection to another rank, or waited for it until the time limit."""
+    return any(words in str(error) for words in _OF_CONNECTION)
 
 
 def is_of_storage(error: BaseException) -> bool:

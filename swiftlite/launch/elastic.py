@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from swiftlite.launch.failure import Failure
 from swiftlite.launch.nodes import JOIN_SECONDS, Ending, Nodes, kill_children
 from swiftlite.launch.start import LOOPBACK
 from swiftlite.runtime.progress import RESTARTS, progress_file, read_progress
+from swiftlite.runtime.temporary import temporary_directory
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -61,10 +61,10 @@ def main(argv: list[str]) -> int:
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     _become_subreaper()
-    with tempfile.TemporaryDirectory(prefix="swiftlite_") as folder:
-        os.environ[failure.FOLDER] = folder
+    with temporary_directory("swiftlite_") as folder:
+        os.environ[failure.FOLDER] = str(folder)
         os.environ[failure.LAUNCHER] = str(os.getpid())
-        options = run.parse_args(["--log-dir", folder, *argv])
+        options = run.parse_args(["--log-dir", str(folder), *argv])
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
             options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
         max_restarts, options.max_restarts = options.max_restarts, 0
@@ -225,7 +225,10 @@ def _report(error: "ChildFailedError", nodes: Nodes | None, limits: _Limits) -> 
         elsewhere = nodes.reason(wait=first.lost_connection != "")
     if elsewhere is None:
         who = f"rank {first.rank}"
-        own = limits.decide(first, who if nodes is None else f"{who} on {socket.gethostname()}")
+        if nodes:
+            who += f" on {socket.gethostname()}"
+        who = first.who or who
+        own = limits.decide(first, who)
         elsewhere = nodes.publish(own) if nodes else None
         if elsewhere in (None, own):
             print(first.lost_connection, end="", file=sys.stderr)  # no rank has another error
@@ -254,6 +257,8 @@ class _FirstFailure:
     empty."""
     is_final: bool
     """Whether the failure would repeat after a restart, or somebody asked the run to stop."""
+    who: str = ""
+    """Name of the rank if it did not end, but hung, and another rank reported it."""
 
 
 def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
@@ -270,6 +275,9 @@ def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
     report = reports.get(rank)
     code = failures[rank].exitcode
     lost_connection = ""
+    if report and report.lost:
+        who, how = report.lost
+        return _FirstFailure(rank, report.code, how, "", is_final=False, who=who)
     if report:
         code = report.code
     if report and report.is_lost:

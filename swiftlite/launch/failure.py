@@ -14,19 +14,12 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from swiftlite.base.errors import LostRank, is_of_connection
+
 # Environment variable with the launcher's directory for files of ranks; unset without swiftlite's launcher.
 FOLDER = "SWIFTLITE_TOLD_DIR"
 # Environment variable with the launcher's process id.
 LAUNCHER = "SWIFTLITE_LAUNCHER_PID"
-# Messages of torch, gloo and NCCL for a lost peer; torch has no exception class for errors of gloo.
-_LOST_CONNECTION = (
-    "gloo/transport",
-    "NCCL",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "failed to recv",
-)
 
 
 @dataclass(frozen=True)
@@ -39,6 +32,7 @@ class Failure:
         code: exit code of the rank.
         is_lost: whether the rank only lost its connection to another rank; its stderr then has no traceback.
         is_final: whether the error would repeat if the run were restarted, such as a wrong option or a full disk.
+        lost: the name of another rank that hangs, and how it was found; None if this rank is at fault.
     """
 
     message: str
@@ -46,6 +40,7 @@ class Failure:
     code: int
     is_lost: bool
     is_final: bool = False
+    lost: tuple[str, str] | None = None
 
 
 def report(error: BaseException, code: int, *, is_final: bool = False) -> bool:
@@ -61,8 +56,11 @@ def report(error: BaseException, code: int, *, is_final: bool = False) -> bool:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or FOLDER not in os.environ:
         return False
-    is_lost = any(words in str(error) for words in _LOST_CONNECTION)
-    failure = Failure("".join(traceback.format_exception(error)), time.time(), code, is_lost, is_final)
+    lost = None
+    if isinstance(error, LostRank):
+        lost = (error.who, error.how)
+    is_lost = lost is None and is_of_connection(error)
+    failure = Failure("".join(traceback.format_exception(error)), time.time(), code, is_lost, is_final, lost)
     incomplete = Path(f"{file}.incomplete")
     try:
         incomplete.write_text(json.dumps(asdict(failure)), encoding="utf-8")

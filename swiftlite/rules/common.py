@@ -14,7 +14,7 @@ from swiftlite.args.bounds import describe, out_of_bounds
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.data_file import DATA_SUFFIXES, is_number_of_rows, split_sample
+from swiftlite.args.data_file import DATA_SUFFIXES, data_suffix, is_number_of_rows, split_sample
 from swiftlite.args.docs import options
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads, depth_key
@@ -182,7 +182,7 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
         except UserError as error:
             yield f"{flag} {error.problem}", error.hint
     elif path.is_dir():
-        inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in DATA_SUFFIXES)
+        inside = sorted(entry.name for entry in path.iterdir() if data_suffix(entry.name))
         hint = f"give files that end in {', '.join(DATA_SUFFIXES)}"
         if inside:
             hint = f"give files: {flag} {' '.join(str(path / entry) for entry in inside[:3])}"
@@ -192,7 +192,7 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
         if dataset_name(f"{file}@main") is not None:
             hub = f"for the dataset {file} on the hub: {flag} {file}@main"
         yield f"{flag} {file} does not exist", near_path(path) or hub
-    elif path.suffix not in DATA_SUFFIXES:
+    elif not data_suffix(path.name):
         problem = f"{flag} {file} has an unknown extension, not one of {', '.join(DATA_SUFFIXES)}"
         yield problem, "rename it, or convert it to JSON lines"
     elif path.stat().st_size == 0:

@@ -13,6 +13,7 @@ from swiftlite.args.fields import ParallelLayout
 from swiftlite.runtime import compat, cpu, megatron_fixes
 from swiftlite.runtime.device import current_device
 from swiftlite.runtime.mesh import Mesh, check_layout
+from swiftlite.runtime.presence import signs_of_life
 
 
 @contextmanager
@@ -31,7 +32,8 @@ def session(
         layout: default: all processes are data-parallel.
         tied_embeddings: whether the last pipeline stage uses the embedding as its output layer.
         num_distributed_optimizer_instances: see `Mesh.create`.
-        timeout_minutes: maximum time for which a rank waits for another rank.
+        timeout_minutes: maximum time for which a rank waits for another rank in a collective operation, and for a sign
+            of life of another rank in `wait_for_ranks`.
         deterministic: whether torch uses deterministic algorithms, and raises an error for operations that have none.
 
     Raises:
@@ -73,7 +75,7 @@ def session(
             num_distributed_optimizer_instances=num_distributed_optimizer_instances,
             timeout_minutes=timeout_minutes,
         )
-        with mesh.active(), _deterministic(deterministic):
+        with mesh.active(), _deterministic(deterministic), signs_of_life(timeout_minutes):
             torch.manual_seed(seed)
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
             yield mesh

@@ -4,16 +4,14 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from swiftlite.base.errors import UserError
+from swiftlite.runtime.presence import wait_for_first
 
 Result = TypeVar("Result")
-LONGEST = timedelta(days=30)
-"""Time for which ranks wait for the first rank, which can tokenize for hours; if it ends, they notice at once."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,11 @@ class Machine:
     def once(self, function: Callable[[], Result]) -> Result:
         """Call a function on the first rank of the machine, and return its result on all of them. Collective.
 
+        The function can take hours: the other ranks wait as long as the first one gives signs of life.
+
         Raises:
             UserError: the function raised a UserError, or another error on the first rank; raised on every rank.
+            LostRank: the first rank hangs.
         """
         if self.group is None:
             return function()
@@ -51,6 +52,7 @@ class Machine:
             except Exception as error:  # the other ranks must not wait for this one
                 failure = error
                 outcome[1] = UserError(f"{type(error).__name__} on rank {self.ranks[0]}: {error}")
+        wait_for_first(self.ranks, "work that one rank of a machine does for all", is_first=self.is_first)
         dist.broadcast_object_list(outcome, self.ranks[0], group=self.group)
         result, told = outcome
         if failure or told:
@@ -74,7 +76,7 @@ def this_machine() -> Machine:
     found = Machine()
     for name in dict.fromkeys(everyone):
         ranks = tuple(rank for rank, other in enumerate(everyone) if other == name)
-        group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
+        group = dist.new_group(list(ranks), backend="gloo")
         if name == mine and len(ranks) > 1 and isinstance(group, dist.ProcessGroup):
             found = Machine(ranks, group)
     return found

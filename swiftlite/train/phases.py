@@ -16,7 +16,6 @@ from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import write_config
-from swiftlite.args.data_file import split_sample
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
 from swiftlite.bridge.adapters.files import AdapterBase
@@ -194,20 +193,16 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
     )
 
 
-def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) -> DataState:
+def data_state(data: Data, tokenizer: PreTrainedTokenizerBase) -> DataState:
     """Return digests of data and tokenizer, which checkpoints store. The steps of a run depend on both.
 
-    For files that --streaming reads during training, only the sizes of the files are included.
+    Files that --streaming reads during training are not included. Their digests are in the state of the stream.
     """
-    rows = data.digest
-    if args.streaming:
-        sizes = [Path(split_sample(name)[0]).stat().st_size for name in args.dataset]
-        rows = digest({"held out": rows, "sizes": sizes})
     vocabulary = sorted(tokenizer.get_vocab().items())
-    return {"tokenizer": digest([vocabulary, tokenizer.chat_template]), "rows": rows}
+    return {"tokenizer": digest([vocabulary, tokenizer.chat_template]), "rows": data.digest}
 
 
-def check_same_data(checkpoint: Path | None, state: DataState, data: Data) -> None:
+def check_same_data(args: SftArgs, checkpoint: Path | None, state: DataState, data: Data) -> None:
     """Check that a resumed run has the same data as before.
 
     The order of rows, the held-out split and a draft vocabulary depend on the data. With other data, rows that were
@@ -223,7 +218,11 @@ def check_same_data(checkpoint: Path | None, state: DataState, data: Data) -> No
     """
     if checkpoint is None:
         return
-    before = CheckpointState.read(checkpoint).data or state  # missing in checkpoints of earlier releases
+    saved = CheckpointState.read(checkpoint)
+    before = saved.data or state  # missing in checkpoints of earlier releases
+    if saved.stream and "files" not in saved.stream:  # of an earlier release, which knew only the sizes of the files
+        sizes = [Path(name).stat().st_size for name in args.dataset]
+        state = {**state, "rows": digest({"held out": data.digest, "sizes": sizes})}
     changed = [_NAMES_OF_DATA[name] for name in state if before[name] != state[name]]
     if changed:
         problem = f"--resume: {checkpoint} was trained with another {' and another '.join(changed)}"

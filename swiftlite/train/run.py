@@ -46,6 +46,7 @@ from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
 from swiftlite.plan.trunk import Trunk
 from swiftlite.runtime.malloc import return_large_blocks
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.runtime.presence import wait_for_ranks
 from swiftlite.runtime.progress import check_launcher
 from swiftlite.store.copies import Copies
 from swiftlite.train import phases
@@ -117,6 +118,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     encoder = training.make_encoder(args, tokenizer, hf_model)
     check_first_rows(args, encoder)
     data = training.load(args, encoder, vocab_size)
+    wait_for_ranks("reading and tokenizing rows")
     extras = list(training.extras)
     if data.has_images:
         hf_model = hf_model.with_images()
@@ -135,8 +137,8 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
 
     checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
-    data_state = phases.data_state(args, data, tokenizer)
-    phases.check_same_data(checkpoint, data_state, data)
+    data_state = phases.data_state(data, tokenizer)
+    phases.check_same_data(args, checkpoint, data_state, data)
     if plan.lora or plan.trunk.is_in_base:
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
@@ -144,6 +146,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         rows_to_fit = batches_to_fit(hf_model, batches, data)
     graft_from = models.get("mtp_graft_from")
     train_state = make_train_state(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, graft_from)
+    wait_for_ranks("reading the model")
     if checkpoint is None:  # a resumed run loads other weights afterwards
         logger.info("%s", train_state.weights_report)
     prepared = phases.Run(
@@ -207,10 +210,10 @@ def check_first_rows(args: SftArgs, encoder: Encoder) -> None:
         return
     for name in args.dataset:
         file = DataFile(Path(name))
-        for line, parse_line in itertools.islice(file.unparsed_rows(), NUM_FIRST_ROWS):
-            checked = check_row(parse_line(), f"{file.name}:{line}", system=args.system, parse=encoder.parse)
+        for row in itertools.islice(file.unparsed_rows(), NUM_FIRST_ROWS):
+            checked = check_row(row.parse(), f"{file.name}:{row.line}", system=args.system, parse=encoder.parse)
             if isinstance(checked, BadRow):
-                raise UserError(str(checked), checked.hint or "correct the row, or use --max_bad_rows")
+                raise UserError(str(checked), checked.hint or "correct the row, or use --max_bad_rows 1")
 
 
 NUM_FIRST_ROWS = 32
@@ -326,6 +329,7 @@ def make_trainer(
     """
     args, train_state = run.args, run.train_state
     batches = open_train_batches(run, state)
+    wait_for_ranks("opening the rows")  # a resumed stream skips those that it has read
     evaluates_rows = method_of(args).evaluates_rows
     checkpointer = Checkpointer(
         run.output_dir,

@@ -55,6 +55,53 @@ def test_every_row_knows_its_line(tmp_path, name, data, lines):
     assert (rows.num_rows, rows.bad_rows, rows.num_not_sampled) == (4, [], 0)
 
 
+def compress(path: Path, data: bytes) -> Path:
+    codec = {".gz": "gzip", ".zst": "zstd"}[path.suffix]
+    with pyarrow.output_stream(str(path), compression=codec) as file:
+        file.write(data)
+    return path
+
+
+ARCHIVES = ["a.jsonl.gz", "a.jsonl.zst"]
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_rows_of_an_archive(tmp_path, name):
+    path = compress(tmp_path / name, ("\ufeff" + JSON_LINES.replace("\n", "\n\n") + "{\n").encode())
+    path.write_bytes(path.read_bytes() + compress(tmp_path / f"b-{name}", JSON_LINES.encode()).read_bytes())
+    rows = read(path)  # an archive to which another was appended
+    assert queries(rows) == ["q0", "q1", "q2", "q3"] * 2
+    assert sources(rows) == [f"{name}:{line}" for line in (1, 3, 5, 7, 10, 11, 12, 13)]
+    assert mention_each([str(bad) for bad in rows.bad_rows], [f"{path}:9 JSON"])
+    assert queries(read(f"{path}#8")) == queries(rows)
+    path = compress(tmp_path / name, b'{"query": "\xff"}\n')
+    assert mention_each([str(bad) for bad in read(path).bad_rows], [f"{path}:1 12 UTF-8"])
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+@pytest.mark.parametrize("damage", ["cut", "bits", "other"])
+def test_a_damaged_archive_is_named(tmp_path, name, damage):
+    lines = "".join(json.dumps({"query": f"q{i}", "response": str(i**20)}) + "\n" for i in range(2000))
+    whole = compress(tmp_path / name, lines.encode()).read_bytes()
+    half = len(whole) // 2
+    content = {"cut": whole[:half], "bits": whole[:half] + b"\0" * 99 + whole[half + 99 :], "other": lines.encode()}
+    path = write(tmp_path / name, content[damage])
+    with pytest.raises(UserError, match=naming(name)) as caught:
+        read(path)
+    assert f"{path}:" in caught.value.problem
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_a_line_of_an_archive_has_a_limit(tmp_path, name, monkeypatch):
+    """A file of a few bytes can contain a line that does not fit into memory."""
+    monkeypatch.setattr("swiftlite.data.rows.sources.LONGEST_LINE", 1 << 20)
+    bomb = JSON_LINES.encode() + b" " * (1 << 26)
+    path = compress(tmp_path / name, bomb)
+    assert path.stat().st_size < 1 << 17
+    with pytest.raises(UserError, match=naming(f"{name}:5 1048576")):
+        read(path)
+
+
 def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path):
     text = "one\u2028two\u0085three"
     row = json.dumps({"query": "q", "response": text}, ensure_ascii=False)

@@ -1,10 +1,13 @@
 """Test rows that are packed from files while they are read, and continuing from the state of another stream."""
 
 import copy
+import gzip
 import itertools
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -216,9 +219,9 @@ def test_rows_that_have_come_are_passed_over_once(make_rows, write_jsonl, monkey
     unparsed_rows = DataFile.unparsed_rows
 
     def counted(file: DataFile):
-        for line, parse in unparsed_rows(file):
-            read.append(line)
-            yield line, parse
+        for row in unparsed_rows(file):
+            read.append(row.line)
+            yield row
 
     monkeypatch.setattr(DataFile, "unparsed_rows", counted)
     resumed = make_rows(files, state=rows.state())
@@ -226,7 +229,10 @@ def test_rows_that_have_come_are_passed_over_once(make_rows, write_jsonl, monkey
     resumed.take(10)
     read_ahead = CHUNK_ROWS * (CHUNKS_AHEAD + 2)
     assert passed >= 750
-    assert passed < len(read) < passed + 100 + read_ahead < 2 * passed
+    compared = 0
+    if num_read > 1000:  # all rows were read in the first epoch, and none of them may have changed
+        compared = 1000
+    assert passed < len(read) - compared < passed + 100 + read_ahead < 2 * passed
 
 
 def test_a_row_is_bad_when_it_is_reached(make_rows, write_jsonl):
@@ -267,6 +273,143 @@ def test_what_a_person_is_told(make_rows, make_encoder, write_jsonl, rows, optio
         make_rows([path], **options).take(3)
     [*_, last] = load_train_val(make_encoder(2048), [write_jsonl([row(2, 20)], "one.jsonl")]).train
     assert mentions(str(caught.value), message.replace("FILE", path).replace("LENGTH", str(len(last))))
+
+
+def write_rows(path: Path, rows: list) -> str:
+    """Write rows to a file of any format that can be streamed."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return str(path)
+    content = "\n".join(map(json.dumps, rows)).encode()  # without a last line break
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    path.write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_rows_that_were_not_read_may_change(make_rows, tmp_path, name):
+    rows = [row(i) for i in range(20)]
+    path = write_rows(tmp_path / name, rows)
+    stopped = make_rows([path])
+    stopped.take(3)
+    state = stopped.state()
+    num_read = state["files"][0][0]
+    assert 3 < num_read < 19
+    assert state["rows_per_epoch"] == [0]  # although the end of the file was read ahead
+
+    later = [row(i) for i in range(100, 130)]
+    changed = rows[:num_read] + later
+    moved = write_rows(tmp_path / f"moved-{name}", changed)
+    resumed = make_rows([moved], state=state)
+    assert resumed.state() == state
+    expected = make_rows([moved]).take(20)[3:]
+    rest = resumed.take(17)
+    assert digest(itertools.chain(*rest)) == digest(itertools.chain(*expected))
+
+    for place in (0, num_read - 1):
+        changed = [row(77) if number == place else each for number, each in enumerate(rows)]
+        write_rows(tmp_path / name, changed)
+        with pytest.raises(UserError, match=naming(f"--dataset {name}")):
+            make_rows([path], state=state).take(1)
+    write_rows(tmp_path / name, rows[: num_read - 1])
+    with pytest.raises(UserError, match=naming(f"--dataset {name}")):
+        make_rows([path], state=state).take(1)
+
+
+@pytest.mark.parametrize("change", ["the last row", "a further row"])
+def test_no_row_may_change_in_a_later_epoch(make_rows, write_jsonl, change):
+    rows = [row(i) for i in range(20)]
+    files = [write_jsonl(rows, "a.jsonl"), write_jsonl(rows[:9], "b.jsonl")]
+    stopped = make_rows(files)
+    while stopped.stream.num_read < 35:
+        stopped.take(1)
+    state = stopped.state()
+    assert make_rows(files, state=state).state() == state
+    write_jsonl([*rows[:8], row(50)] if change == "the last row" else [*rows[:9], row(50)], "b.jsonl")
+    with pytest.raises(UserError, match=naming("--dataset b.jsonl")):
+        make_rows(files, state=state)
+
+
+def test_a_file_that_changes_between_two_epochs(make_rows, write_jsonl):
+    path = write_jsonl([row(i) for i in range(300)])
+    rows = make_rows([path])
+    rows.take(1)  # the file is open, and is replaced rather than written to
+    Path(path).unlink()
+    write_jsonl([row(i) for i in range(299)] + [row(5)])
+    with pytest.raises(UserError, match=naming(f"--dataset {path}")):
+        rows.take(300)
+
+
+def test_each_file_of_a_mixture_may_change_behind_its_position(make_rows, write_jsonl):
+    files = [write_jsonl([row(i) for i in range(60)], f"{name}.jsonl") for name in "ab"]
+    options = {"probabilities": [3, 1], "seed": 5}
+    stopped = make_rows(files, **options)
+    stopped.take(9)
+    state = stopped.state()
+    (of_a, _), (of_b, _) = state["files"]
+    assert 60 > of_a > of_b > 0
+    assert of_a + of_b == state["num_read"] + 1  # the row of the last sample is not over
+    write_jsonl([row(i) for i in range(of_b)] + [row(7)] * 60, "b.jsonl")
+    resumed = make_rows(files, **options, state=state)
+    assert sources(resumed.take(5)) == sources(make_rows(files, **options).take(14)[9:])
+    write_jsonl([row(i) for i in range(of_a - 1)] + [row(7)] * 60, "a.jsonl")
+    with pytest.raises(UserError, match=naming("--dataset a.jsonl")):
+        make_rows(files, **options, state=state).take(1)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_state_without_digests_gains_them(make_rows, write_jsonl, epoch):
+    """Earlier releases wrote such states."""
+    files = [write_jsonl([row(i) for i in range(20)], "a.jsonl"), write_jsonl([row(i) for i in range(9)], "b.jsonl")]
+    stopped = make_rows(files)
+    while stopped.stream.num_read < 29 * epoch - 5:
+        stopped.take(1)
+    state = stopped.state()
+    earlier = {name: value for name, value in state.items() if name != "files"}
+    assert make_rows(files, state=earlier).state() == state
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_command_that_a_bad_row_names_continues_the_stream(make_encoder, write_jsonl, size):
+    """The state is that of the last checkpoint; the stream then ends as one over the rows without the bad ones."""
+    rows = [row(i, i % 5 + 1) for i in range(40)]
+    path = write_jsonl([*rows[:20], BAD, *rows[20:30], "{", *rows[30:]])
+    meeting = Meeting(size)
+
+    def read(rank: int) -> list[Sample]:
+        state, allowed, samples = None, 0, []
+        while len(samples) < 40:
+            readers, encoder = meeting.reader(rank), copy.deepcopy(make_encoder())
+            stream = Stream([path], encoder, readers=readers, max_bad_rows=allowed, state=state)
+            stream.hold([])
+            try:
+                for entry in itertools.islice(stream, 40 - len(samples)):
+                    samples += stream.take([entry]) or [None]
+                    state = json.loads(json.dumps(stream.state()))
+            except UserError as error:
+                allowed = int(re.search(r"--resume --max_bad_rows (\d+)", str(error)).group(1))
+        assert allowed == 2
+        return [sample for sample in samples if sample]
+
+    with ThreadPoolExecutor(size) as pool:
+        found = [sample for own in pool.map(read, range(size)) for sample in own]
+    loaded = load_train_val(make_encoder(), [write_jsonl(rows, "good.jsonl")])
+    found.sort(key=lambda sample: int(sample.source.rpartition(":")[2]))
+    assert digest(found) == loaded.digest
+
+
+def test_nodes_with_different_files_are_refused(make_encoder, write_jsonl):
+    files = [write_jsonl([row(i) for i in range(40)] + [row(last)], f"{last}.jsonl") for last in range(2)]
+    meeting = Meeting(2)
+
+    def read(rank: int) -> str:
+        stream = Stream([files[rank]], copy.deepcopy(make_encoder()), readers=meeting.reader(rank))
+        with pytest.raises(UserError, match=naming("--dataset")):
+            list(itertools.islice(stream, 41))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read, range(2)))
 
 
 @pytest.mark.parametrize(("now", "named"), [([row(i) for i in range(4)], "--dataset"), ([BAD] * 12, "train.jsonl")])

@@ -1,6 +1,7 @@
 """Test packing as a command: streaming with several layouts, resuming, and random tokens of given lengths."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,27 @@ def test_a_streamed_run_is_the_same_at_other_layouts_and_goes_on_bit_for_bit(com
     resumed = commands.ok(*here, "--resume", processes=processes)
     assert has_line(resumed.stderr, "checkpoint-8")
     assert read_metrics(stopped)[8:] == read_metrics(tmp_path / whole)[8:]
+
+
+def test_the_options_that_a_bad_row_names_continue_a_streamed_run(commands, sft, tmp_path):
+    """The run ends as one over the file without the bad row."""
+    rows = [json.dumps({"query": f"What is {i}?", "response": "It is so. " * (i % 4 + 1)}) for i in range(120)]
+    files = {"good": rows, "bad": [*rows[:60], "{", *rows[60:]]}
+    for name, lines in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def command(name: str, *options: object) -> list[object]:
+        words = [f"{name}.jsonl" if word.endswith("rows.jsonl") else word for word in sft]
+        return [*words, *STREAMED, "--split_dataset_ratio", 0, "--output_dir", tmp_path / name, *options]
+
+    commands.ok(*command("good"), processes=2)
+    stopped = commands.run(*command("bad"), processes=2)
+    assert stopped.returncode == 1
+    assert has_line(stopped.stderr, "bad.jsonl:61 JSON")
+    (options,) = set(re.findall(r"--resume --max_bad_rows \d+", stopped.stderr))
+    assert (tmp_path / "bad/checkpoint-4").exists()
+    commands.ok(*command("bad", *options.split()), processes=2)
+    assert read_metrics(tmp_path / "bad") == read_metrics(tmp_path / "good")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftlite.runtime.temporary import OWNER
 from tests.messages import has_line, mention_each, mentions
 from tests.tiers import some_of
 
@@ -244,6 +245,61 @@ def test_a_lost_connection_that_nobody_explains_is_shown(tmp_path):
     assert process.returncode == 1
     assert stderr.count("RuntimeError: Connection reset by peer") == 1
     assert mentions(stderr.splitlines()[-1], "swiftlite: 0 1")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_a_step_is_named_and_not_the_waiting_one(tmp_path):
+    body = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+from swiftlite.cli import main as cli
+from swiftlite.runtime import presence
+presence.BEAT_SECONDS, presence.AFTER_TIMEOUT_SECONDS = 0.5, 2
+os.environ |= {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_FR_DUMP_TEMP_FILE": os.path.abspath("trace-")}
+
+def run(argv):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    with presence.signs_of_life(1):
+        for step in range(5):
+            dist.all_reduce(torch.ones(4), group=group)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(4), group=group)
+
+cli._run = run
+sys.exit(cli.main([]))
+"""
+    process = start(tmp_path, body)
+    _, stderr = process.communicate(timeout=240)  # torchrun waits for 30 s before it kills a rank
+    assert process.returncode == 1
+    assert has_line(stderr, "0 gloo:all_reduce 6 --distributed_timeout_minutes")
+    assert mentions(stderr.splitlines()[-1], f"swiftlite: 1 {socket.gethostname()} gloo:all_reduce 6")
+    assert [path.name for path in tmp_path.glob("trace-*")] == ["trace-0"]
+    assert "Traceback" not in stderr
+
+
+def test_a_launcher_that_was_killed_leaves_no_files_for_ever(tmp_path):
+    body = "Path(f'{sys.argv[1]}-{rank}').touch()\nwhile not Path('go').exists():\n    time.sleep(0.05)\n"
+    killed = start(tmp_path, body, argv=("ready",))
+    wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+    (left,) = tmp_path.glob("swiftlite_*")
+    killed.kill()
+    killed.wait()
+    others = [tmp_path / f"swiftlite_{name}" for name in ("of_another_program", "of_another_machine")]
+    for other in others:
+        other.mkdir()
+    (others[1] / OWNER).write_text("another")
+    running = start(tmp_path, body, argv=("again",))
+    wait_for(tmp_path / "again-0", tmp_path / "again-1")
+    assert not left.exists()
+    assert start(tmp_path, "sys.exit(7)").wait(60) == 7
+    assert len(list(tmp_path.glob("swiftlite_*"))) == 3  # and not that of the running launcher
+    (tmp_path / "go").touch()
+    _, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stderr) == (0, "")
+    assert sorted(tmp_path.glob("swiftlite_*")) == sorted(others)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from swiftlite.base.log import logger
 from swiftlite.data.dataset import Data, DataReport
 from swiftlite.data.sample import Sample
 from swiftlite.families.resolved import resolve
+from swiftlite.runtime.agreement import digest
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import has_line, mentions, naming
@@ -133,12 +134,51 @@ def test_a_run_does_not_resume_over_other_data(options, mesh, hf_dir):
         phases.restore(run)
 
 
-def test_a_stream_does_not_resume_over_longer_files(options, mesh):
+def test_a_moved_dataset_is_accepted_and_compared_by_content(options, mesh):
+    args = options(train_iters=2)
+    train(args, mesh)
+    path = Path(args.dataset[0])
+    moved = path.with_name("moved.jsonl")
+    path.rename(moved)
+    again = replace(args, train_iters=4, resume=True, dataset=[str(moved)])
+    train(again, mesh)
+    change_a_row(again, None)
+    with pytest.raises(UserError, match=naming("--resume checkpoint-4 --dataset")):
+        prepare(again, mesh)
+
+
+def test_a_stream_resumes_over_rows_that_it_has_not_read(options, mesh):
+    args = options(train_iters=2, streaming=True, split_dataset_ratio=0.0, streaming_buffer_size=4)
+    path = Path(args.dataset[0])
+    path.write_text(path.read_text() * 3)
+    train(args, mesh)
+    moved = path.with_name("moved.jsonl")
+    path.rename(moved)
+    again = replace(args, train_iters=4, resume=True, dataset=[str(moved)])
+    add_a_row(again, None)
+    train(again, mesh)
+    assert [line["step"] for line in metrics(Path(args.output_dir)) if "loss" in line] == [1, 2, 3, 4]
+    again = replace(again, train_iters=5)
+    change_a_row(again, None)
+    run = prepare(again, mesh)
+    with pytest.raises(UserError, match=naming(f"--dataset {moved}")):
+        training.make_trainer(run, phases.restore(run))
+
+
+def test_a_stream_of_an_earlier_release_does_not_resume_over_longer_files(options, mesh):
     args = options(train_iters=2, streaming=True, split_dataset_ratio=0.0)
     train(args, mesh)
+    path = Path(args.output_dir) / "checkpoint-2/trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["stream"]["files"]
+    sizes = [Path(args.dataset[0]).stat().st_size]
+    state["data"]["rows"] = digest({"held out": state["data"]["rows"], "sizes": sizes})
+    path.write_text(json.dumps(state))
+    again = replace(args, train_iters=4, resume=True)
+    prepare(again, mesh)
     add_a_row(args, None)
     with pytest.raises(UserError, match=naming("--resume --dataset")):
-        prepare(replace(args, train_iters=4, resume=True), mesh)
+        prepare(again, mesh)
 
 
 def test_heads_alone_learn_and_the_report_proves_it(options, mesh):

@@ -16,6 +16,8 @@ from swiftlite.data.encoded_rows import Samples
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.launch import failure
+from swiftlite.runtime import progress
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.machine import this_machine
 from swiftlite.train.methods.conversations import load_data
@@ -37,9 +39,12 @@ class Counting(ConversationEncoder):
         return super().__call__(row)
 
 
-def load(args: SftArgs, temporary: str, machines: list[str]) -> dict[str, Any]:
+def load(
+    args: SftArgs, temporary: str, machines: list[str], environment: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Load the rows on one of several ranks."""
     tempfile.tempdir = temporary
+    os.environ |= environment or {}
     encoded.clear()
     with session():
         os.environ["GROUP_RANK"] = machines[dist.get_rank()]
@@ -99,3 +104,16 @@ def test_every_rank_reports_the_error_of_the_first(tmp_path, args):
     assert told[0]["error"] == told[1]["error"]
     assert mentions(told[0]["error"], f"{tmp_path}/rows.jsonl:1 query:")
     assert not list(tmp_path.glob("swiftlite-rows-*"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_that_the_launcher_restarts_find_the_rows(tmp_path, args, size):
+    """The launcher deletes its directory when it ends."""
+    launcher = tmp_path / "launcher"
+    launcher.mkdir()
+    environment = {failure.FOLDER: str(launcher), progress.FILE: str(tmp_path / "progress.json")}
+    found = [launch(size, load, args, str(tmp_path), ["0"] * size, environment) for _ in range(2)]
+    assert [sum(rank["encoded"] for rank in ranks) for ranks in found] == [30, 0]
+    assert len({rank["digest"] for ranks in found for rank in ranks}) == 1
+    assert [path.name for path in launcher.iterdir()] == ["rows"]
+    assert not list(tmp_path.glob("swiftlite*"))

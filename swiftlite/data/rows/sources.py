@@ -1,10 +1,12 @@
 """Read conversations from .jsonl, .json, .parquet, .csv and .txt files; `FILE#500` selects a random sample of 500 rows.
 
+.jsonl files can be compressed by gzip or zstd (.jsonl.gz, .jsonl.zst); their lines are read while they are decompressed.
 Datasets on the hub (`hub_rows.py`) have the same interface. Every row has its `file:line`. Bad rows are returned with
 the good ones; `dataset.py` decides how many are allowed. `conversation.py` defines the formats of rows."""
 
 import csv
 import io
+import itertools
 import json
 import sys
 from collections import Counter
@@ -13,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from swiftlite.args.data_file import is_number_of_rows, split_sample
+from swiftlite.args.data_file import data_suffix, is_number_of_rows, split_sample
 from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import decode_json, parse_json, skip_space
 from swiftlite.data.packing.padding import padding_error
@@ -36,6 +38,20 @@ class RowParser(Protocol):
     def __call__(self, row: object, *, system: str | None, source: str) -> Conversation: ...
 
 
+class UnparsedRow(NamedTuple):
+    """A row of a file before it is parsed.
+
+    Attributes:
+        line: number of its line, counted from 1.
+        parse: a function that parses the row.
+        content: a function that returns what identifies the row, for digests.
+    """
+
+    line: int
+    parse: Callable[[], Any]
+    content: Callable[[], bytes]
+
+
 @dataclass(frozen=True)
 class DataFile:
     """A file, and the number of rows to draw from it (None: all)."""
@@ -50,18 +66,18 @@ class DataFile:
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (line, row) for each row of the file."""
-        return READERS[self.path.suffix.lower()](self.path)
+        return READERS[data_suffix(self.name)](self.path)
 
-    def unparsed_rows(self) -> Iterator[tuple[int, Callable[[], Any]]]:
-        """Yield (line, function that parses the row) of a .jsonl or .parquet file.
+    def unparsed_rows(self) -> Iterator[UnparsedRow]:
+        """Yield the rows of a file that is read row by row (`UNPARSED_READERS`).
 
         The caller can parse only the rows it needs.
         """
-        return UNPARSED_READERS[self.path.suffix.lower()](self.path)
+        return UNPARSED_READERS[data_suffix(self.name)](self.path)
 
     def count_rows(self) -> int | None:
         """Return the number of rows if it is known without parsing them, or nearly: blank lines count as rows."""
-        suffix = self.path.suffix.lower()
+        suffix = data_suffix(self.name)
         if suffix == ".jsonl":
             with self.path.open("rb") as file:
                 return sum(block.count(b"\n") for block in iter(partial(file.read, 1 << 20), b""))
@@ -201,8 +217,9 @@ def conversations_at(
 
 def _unparsed(file: DataFile | HubRows) -> Iterator[tuple[int, Callable[[], Any]]]:
     """Yield (line, function that returns the row) for each row of a file of any format."""
-    if isinstance(file, DataFile) and file.path.suffix.lower() in UNPARSED_READERS:
-        yield from file.unparsed_rows()
+    if isinstance(file, DataFile) and data_suffix(file.name) in UNPARSED_READERS:
+        for row in file.unparsed_rows():
+            yield row.line, row.parse
         return
     for line, row in file.rows():
         yield line, partial(_itself, row)
@@ -239,17 +256,52 @@ def _check_columns(where: str, names: list[str]) -> None:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    for number, parse in _lines_of_jsonl(path):
-        yield number, parse()
+    for row in _rows_of_jsonl(path):
+        yield row.line, row.parse()
 
 
-def _lines_of_jsonl(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
-    with path.open("rb") as file:  # binary, because text mode also splits at a single \r
-        for number, raw in enumerate(file, start=1):
-            if number == 1:
-                raw = raw.removeprefix(b"\xef\xbb\xbf")
-            if raw.strip():
-                yield number, partial(_parse_line, raw, path)
+def _rows_of_jsonl(path: Path) -> Iterator[UnparsedRow]:
+    for number, raw in enumerate(_lines(path), start=1):
+        if number == 1:
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        if raw.strip():
+            # Without the line break, which the last line of a file can gain later.
+            yield UnparsedRow(number, partial(_parse_line, raw, path), raw.strip)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, decompressed if it is an archive.
+
+    Raises:
+        UserError: an archive is damaged or incomplete, or has a line that is too long.
+    """
+    codec = COMPRESSIONS.get(data_suffix(str(path)))
+    if codec is None:
+        with path.open("rb") as file:  # binary, because text mode also splits at a single \r
+            yield from file
+        return
+    import pyarrow
+
+    with pyarrow.input_stream(str(path), compression=codec) as stream:
+        file = io.BufferedReader(cast(io.RawIOBase, stream), BLOCK_BYTES)
+        for number in itertools.count(1):
+            try:
+                raw = file.readline(LONGEST_LINE)
+            except (pyarrow.ArrowException, OSError) as error:
+                place = f"{path}:{number}: the archive is damaged or incomplete: {error}"
+                raise UserError(place, "write or copy the file again") from None
+            if not raw:
+                return
+            if len(raw) == LONGEST_LINE:
+                raise UserError(f"{path}:{number} has over {LONGEST_LINE} bytes", "write one JSON object per line")
+            yield raw
+
+
+BLOCK_BYTES = 1 << 20
+LONGEST_LINE = 1 << 28
+"""Maximum number of bytes of a line in an archive, which can have a thousand times the bytes of the archive."""
+COMPRESSIONS = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
+"""pyarrow's names of the compressions, by extension."""
 
 
 def _parse_line(raw: bytes, path: Path) -> Any:
@@ -322,10 +374,16 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
             yield number + index, padding_error(row) or row
 
 
-def _rows_of_parquet(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+def _rows_of_parquet(path: Path) -> Iterator[UnparsedRow]:
     for number, batch in _batches_of_parquet(path):
         for index in range(batch.num_rows):
-            yield number + index, partial(_row_of_batch, batch, index, path, number)
+            parse = partial(_row_of_batch, batch, index, path, number)
+            yield UnparsedRow(number + index, parse, partial(_text_of, parse))
+
+
+def _text_of(parse: Callable[[], Any]) -> bytes:
+    # Not the bytes of the file, in which a row has no place that other rows leave unchanged.
+    return repr(parse()).encode()
 
 
 def _row_of_batch(batch: Any, index: int, path: Path, number: int) -> Any:
@@ -375,6 +433,8 @@ def _read_txt(path: Path) -> Iterator[tuple[int, Any]]:
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".jsonl.zst": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
@@ -382,8 +442,10 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 }
 
 
-UNPARSED_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Callable[[], Any]]]]] = {
-    ".jsonl": _lines_of_jsonl,
+UNPARSED_READERS: dict[str, Callable[[Path], Iterator[UnparsedRow]]] = {
+    ".jsonl": _rows_of_jsonl,
+    ".jsonl.gz": _rows_of_jsonl,
+    ".jsonl.zst": _rows_of_jsonl,
     ".parquet": _rows_of_parquet,
 }
 
@@ -397,6 +459,8 @@ def _decode(path: Path) -> str:
 
 
 def _encoding_hint(path: Path) -> str:
+    if data_suffix(str(path)) in COMPRESSIONS:
+        return "write the rows in UTF-8"
     with path.open("rb") as file:
         is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
     encoding = "UTF-16" if is_utf16 else "LATIN1"

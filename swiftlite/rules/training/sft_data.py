@@ -7,7 +7,7 @@ from pathlib import Path
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.data_file import split_sample
+from swiftlite.args.data_file import STREAMED_SUFFIXES, data_suffix, split_sample
 from swiftlite.args.docs import options
 from swiftlite.args.fields import ImageArgs, VisionArgs
 from swiftlite.args.mock_config import FLAG, check_mock_config
@@ -40,8 +40,9 @@ def streamed_files_have_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         file, sample = split_sample(name)
         if sample:
             yield f"--dataset {name}: --streaming does not support samples", f"give the file: --dataset {file}"
-        elif Path(file).suffix.lower() not in (".jsonl", ".parquet"):
-            yield f"--dataset {name}: --streaming supports only .jsonl and .parquet", "convert it to JSON lines"
+        elif data_suffix(file) not in STREAMED_SUFFIXES:
+            problem = f"--dataset {name}: --streaming supports only {', '.join(STREAMED_SUFFIXES)}"
+            yield problem, "convert it to JSON lines"
 
 
 def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic does not accept typing's before Python 3.12
+from typing_extensions import NotRequired, TypedDict  # pydantic does not accept typing's before Python 3.12
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import read_json
@@ -21,6 +21,7 @@ USE_ANOTHER = "use another checkpoint; --resume renames a damaged one, and uses 
 _Count = Annotated[int, Field(ge=0)]
 _Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
 """A `packing.StreamSample`: number of the row, piece of the row, and length."""
+_Digest = Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
 
 
 class StreamState(TypedDict):
@@ -33,6 +34,9 @@ class StreamState(TypedDict):
     num_bad: _Count
     waiting: list[_Entry]
     ready: list[list[_Entry]]
+    files: NotRequired[list[tuple[_Count, _Digest]]]
+    """For each file of --dataset, the number of rows that were read, and their digest. Checkpoints of earlier releases
+    have the sizes of the files instead, as a part of `DataState.rows`."""
 
 
 class DataState(TypedDict):
