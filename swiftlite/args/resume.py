@@ -4,6 +4,21 @@ import dataclasses
 
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, ProfilingArgs, RecomputeArgs, RunArgs
 
+CHANGE_UPDATES = {
+    "aligner_lr",
+    "beta",
+    "clip_grad",
+    "lr",
+    "min_lr",
+    "mtp_clip_grad",
+    "mtp_loss_scaling_factor",
+    "mtp_lr",
+    "skip_bad_steps",
+    "teacher_kl_coef",
+    "vit_lr",
+}
+"""Options that messages about steps that are not finite advise to change. The weights then differ from those of a run
+without the change."""
 CHANGEABLE = {
     *(field.name for field in dataclasses.fields(RunArgs)),
     *(field.name for field in dataclasses.fields(ProfilingArgs)),
@@ -32,5 +47,6 @@ CHANGEABLE = {
     "max_batch_size",
     "reward_timeout",
     "rollouts_total_limit",
+    *CHANGE_UPDATES,
 }
-"""Length, reports, profiles, evaluations, checkpoints, and the distribution of work."""
+"""Length, reports, profiles, evaluations, checkpoints, the distribution of work, and `CHANGE_UPDATES`."""

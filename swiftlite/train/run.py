@@ -49,6 +49,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.runtime.progress import check_launcher
 from swiftlite.store.copies import Copies
 from swiftlite.train import phases
+from swiftlite.train.bad_steps import BadSteps
 from swiftlite.train.batches.exchange import gather
 from swiftlite.train.batches.micro_batches import Batches, MicroBatches
 from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, reads
@@ -361,6 +362,9 @@ def make_trainer(
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
         get_data_state=batches.get_state,
+        sources_of=batches.sources_of,
+        bad_steps=BadSteps.of(run.mesh, args.skip_bad_steps, state.bad_steps),
+        lacks_evaluation=run.is_first_rank and phases.lacks_evaluation(run, state.step),
         evaluate_more=batches.evaluate,
         release=batches.release,
         after_step=hand_out,
@@ -391,9 +395,12 @@ def open_train_batches(run: phases.Run, state: CheckpointState) -> TrainBatches:
         return open_batches(run)
     if args.streaming:
         streamed = open_streamed_batches(run, state.stream)
-        return TrainBatches(streamed.train, streamed.state)
+        return TrainBatches(streamed.train, streamed.state, lambda step: streamed.sources())
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
-    return TrainBatches(partial(run.batches.train, run.rows, sampler))  # the rows depend only on the step
+    return TrainBatches(  # the rows depend only on the step
+        partial(run.batches.train, run.rows, sampler),
+        sources_of=lambda step: run.rows.sources(sampler.global_batch(step)),
+    )
 
 
 def make_held_out(run: phases.Run) -> HeldOut:

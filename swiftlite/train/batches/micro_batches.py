@@ -30,6 +30,10 @@ class SampleRows(Sequence[list[Sample]]):
     def __getitem__(self, row: int) -> list[Sample]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return [self.samples[index] for index in self.rows[row].tolist()]
 
+    def sources(self, indices: np.ndarray) -> list[str]:
+        """Return `file:line` of each sample of some rows."""
+        return [sample.source for sample in _samples(self, indices)]
+
 
 @dataclass(frozen=True)
 class Collated(Sequence[Batch]):
