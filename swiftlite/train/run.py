@@ -51,7 +51,7 @@ from swiftlite.store.copies import Copies
 from swiftlite.train import phases
 from swiftlite.train.bad_steps import BadSteps
 from swiftlite.train.batches.exchange import gather
-from swiftlite.train.batches.micro_batches import Batches, MicroBatches
+from swiftlite.train.batches.micro_batches import Batches, MicroBatches, SampleRows
 from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, reads
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
@@ -161,7 +161,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         checkpoint=checkpoint,
         train_state=train_state,
         data_state=data_state,
-        trunk=open_source(args, mesh, hf_model, batches, train_state, data),
+        trunk=open_source(args, mesh, hf_model, batches, train_state, rows, data),
         teacher_model=models.get("teacher_model"),
     )
     return training.prepare(prepared)
@@ -377,14 +377,22 @@ def make_trainer(
 
 
 def open_source(
-    args: SftArgs, mesh: Mesh, hf_model: HfModel, batches: Batches, train_state: TrainState, data: Data
+    args: SftArgs,
+    mesh: Mesh,
+    hf_model: HfModel,
+    batches: Batches,
+    train_state: TrainState,
+    rows: SampleRows,
+    data: Data,
 ) -> TrunkSource:
     """Return the source of the trunk's output in each step, with the cache of --cache_trunk_states if it is given."""
     if args.cache_trunk_states is None:
         return train_state.trunk
-    directory = Path(args.cache_trunk_states)
-    cache = open_hidden_state_cache(directory, mesh, batches, hf_model, train_state, data, args.torch_dtype)
-    cache.fill(batches, data)
+    directory, held_out = Path(args.cache_trunk_states), batches.rows(data.val)
+    cache = open_hidden_state_cache(
+        directory, mesh, batches, hf_model, train_state, rows, held_out, args.torch_dtype, Path(args.output_dir)
+    )
+    cache.fill(batches, rows, held_out)
     return cache
 
 
