@@ -450,6 +450,10 @@ class OptimArgs:
     """AdamW epsilon."""
     clip_grad: bounds.NonNegativeFloat = 1.0
     """Maximum global gradient norm; 0 disables clipping. See also --mtp_clip_grad."""
+    skip_bad_steps: bounds.NonNegativeFloat = 0.0
+    """Do not apply a step whose loss or gradient norm is not finite, or is more than this number of standard deviations
+    above the mean of the last 128 applied steps; at most 10 steps in a row. 0: a step that is not finite ends the run,
+    and all other steps are applied."""
     seed: bounds.Seed = 42
     """Seed for data order, splits, random initialization and dropout."""
 

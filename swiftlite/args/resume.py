@@ -4,6 +4,21 @@ import dataclasses
 
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, ProfilingArgs, RecomputeArgs, RunArgs
 
+CHANGE_UPDATES = {
+    "aligner_lr",
+    "beta",
+    "clip_grad",
+    "lr",
+    "min_lr",
+    "mtp_clip_grad",
+    "mtp_loss_scaling_factor",
+    "mtp_lr",
+    "skip_bad_steps",
+    "teacher_kl_coef",
+    "vit_lr",
+}
+"""Options that messages about steps that are not finite advise to change. The weights then differ from those of a run
+without the change."""
 CHANGEABLE = {
     *(field.name for field in dataclasses.fields(RunArgs)),
     *(field.name for field in dataclasses.fields(ProfilingArgs)),
@@ -36,5 +51,7 @@ CHANGEABLE = {
     "max_batch_size",
     "reward_timeout",
     "rollouts_total_limit",
+    *CHANGE_UPDATES,
 }
-"""Length, places of data, reports, profiles, evaluations, checkpoints, and the distribution of work."""
+"""Length, places of data, reports, profiles, evaluations, checkpoints, the distribution of work, and
+`CHANGE_UPDATES`."""

@@ -348,6 +348,12 @@ class Samples(LazySamples):
         sample, *others = map(self.rows.sequence, range(first, first + int(self.rows.num_sequences_S[first])))
         return replace(sample, others=tuple(others)) if others else sample
 
+    @property
+    def are_sequences(self) -> bool:
+        """Whether each sample is a single sequence without extras."""
+        has_extras = any(part.extras for part in self.rows.parts)
+        return not has_extras and bool((self.rows.num_sequences_S[self._firsts] == 1).all())
+
     def sequences(self) -> np.ndarray:
         """Return the numbers of all sequences in order, int64."""
         return join_ranges(self._firsts, self.rows.num_sequences_S[self._firsts].astype(np.int64))
@@ -366,13 +372,41 @@ def digest_of(*groups: Samples) -> str:
         return digest(itertools.chain(*groups))
     sha = hashlib.sha256()
     for group in groups:
-        for words in _words(group):
+        for words, _ in _words(group):
             sha.update(words.data)
     return sha.hexdigest()
 
 
-def _words(samples: Samples) -> Iterator[np.ndarray]:
-    """Yield what `sample.digest` hashes: for each sequence its length as 8 bytes, tokens, labels and weights."""
+CHUNK_SAMPLES = 1 << 14
+
+
+def keys_of(samples: Sequence[Sample]) -> np.ndarray:
+    """Return the first 8 bytes of `sample.digest` of each sample, uint64. Few samples are in memory at a time."""
+    keys = np.empty(len(samples), np.uint64)
+    for first in range(0, len(samples), CHUNK_SAMPLES):
+        some = samples[first : first + CHUNK_SAMPLES]
+        keys[first : first + len(some)] = np.frombuffer(b"".join(_digests(some)), "<u8")
+    return keys
+
+
+def _digests(samples: Sequence[Sample]) -> Iterator[bytes]:
+    """Yield the first 8 bytes of `sample.digest` of each sample."""
+    if isinstance(samples, Samples) and samples.are_sequences:
+        for words, sizes in _words(samples):
+            content, end = words.tobytes(), 0
+            for size in sizes.tolist():
+                first, end = end, end + 4 * size
+                yield hashlib.sha256(content[first:end]).digest()[:8]
+        return
+    for sample in samples:
+        yield bytes.fromhex(digest([sample]))[:8]
+
+
+def _words(samples: Samples) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield what `sample.digest` hashes: for each sequence its length as 8 bytes, tokens, labels and weights.
+
+    The second array has the number of words of each sequence.
+    """
     rows, sequences = samples.rows, samples.sequences()
     part_numbers = np.searchsorted(rows.part_starts, sequences, side="right") - 1
     lengths = rows.length_S[sequences].astype(np.int64)
@@ -394,4 +428,4 @@ def _words(samples: Samples) -> Iterator[np.ndarray]:
         words[places] = ids
         words[places + shifts] = np.where(weights > 0, ids, IGNORED)
         words[places + 2 * shifts] = weights.view(np.int32)
-        yield words
+        yield words, sizes

@@ -1,6 +1,8 @@
 """Run micro-batches through the model."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,15 +73,52 @@ def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
         yield replace(moved, labels_KBS=part.labels_KBS, on_host=part)
 
 
+GROUP_PER_STAGE = 8
+"""Micro-batches of a group per pipeline stage. Between groups a pipeline is empty: with this number for at most an
+eighth of the time."""
+_check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+
+
+@contextmanager
+def between_groups(check: Callable[[], None]) -> Iterator[None]:
+    """In this context, let `run_batches` call a function before each group of micro-batches without gradients.
+
+    The function is called on all ranks, and may raise an exception on all of them.
+    """
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
 def run_batches(
     model: Sequence[nn.Module], mesh: Mesh, batches: Sequence[Batch], forward_step: ForwardStep, *, forward_only: bool
 ) -> list[Any]:
-    """Send this rank's micro-batches through its chunks of the model with `run_pipeline`, and return the result."""
+    """Send this rank's micro-batches through its chunks of the model with `run_pipeline`, and return the result.
+
+    With `forward_only`, work can be ended within a context of `between_groups`.
+    """
     iterators = [on_this_rank(batches, mesh) for _ in model]
     shapes, num_items = [], []
     for batch in batches:  # once, because lazy batches are collated each time
         shapes.append(batch.position_ids_BS.shape)
         num_items.append(batch.num_items)
-    return run_pipeline(
-        model, mesh, forward_step, iterators, shapes=shapes, num_items=num_items, forward_only=forward_only
-    )
+    check, size = _check.get(), len(shapes)
+    if check and forward_only:
+        size = GROUP_PER_STAGE * mesh.pp.size()
+    results = []
+    for first in range(0, len(shapes), max(size, 1)):
+        if check and forward_only:
+            check()
+        group = slice(first, first + size)
+        results += run_pipeline(
+            model,
+            mesh,
+            forward_step,
+            iterators,
+            shapes=shapes[group],
+            num_items=num_items[group],
+            forward_only=forward_only,
+        )
+    return results

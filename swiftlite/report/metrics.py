@@ -44,6 +44,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return found
 
 
+def evaluations_in(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the metrics of evaluations."""
+    return [line for line in metrics if any(name.startswith("eval_") for name in line)]
+
+
 def restarts_in(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return what each failure cost a run with --max_restarts: the last step before the failure, and the metrics."""
     return [line for line in metrics if LOST_SECONDS in line]

@@ -173,6 +173,10 @@ class Distillation:
         batches = self.run.batches.global_batch(rows, indices)
         return RolloutBatches(batches.batches, batches.companions, figures)
 
+    def sources_of(self, step: int) -> list[str]:
+        """Return the rows of a step (counted from 0)."""
+        return self.run.rows.sources(self.sampler.global_batch(step))
+
     @cached_property
     def _identity(self) -> PolicyIdentity:
         return PolicyIdentity(self.run)
@@ -280,7 +284,7 @@ def open_distillation(run: Run) -> TrainBatches:
             reads_only=args.rollouts_from is not None,
             resources=stack.pop_all(),
         )
-    return TrainBatches(steps.train, release=steps.resources.close)
+    return TrainBatches(steps.train, sources_of=steps.sources_of, release=steps.resources.close)
 
 
 def distillation_objective(run: Run) -> DistillationObjective:

@@ -7,7 +7,7 @@ completions; otherwise it draws them again.
 
 import hashlib
 
-from swiftlite.args.resume import CHANGEABLE
+from swiftlite.args.resume import CHANGE_UPDATES, CHANGEABLE
 from swiftlite.base.log import logger
 from swiftlite.hub.digest import digest_of_model
 from swiftlite.rollouts.generation import Generation
@@ -26,7 +26,8 @@ class PolicyIdentity:
     """
 
     def __init__(self, run: Run):
-        options = {name: str(value) for name, value in vars(run.args).items() if name not in CHANGEABLE}
+        changeable = CHANGEABLE - CHANGE_UPDATES
+        options = {name: str(value) for name, value in vars(run.args).items() if name not in changeable}
         del options["model"]  # its content counts, not its path
         self._of_run = {
             "the model": digest_of_model(run.hf_model.directory),

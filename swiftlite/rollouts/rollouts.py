@@ -113,6 +113,14 @@ class Rollouts:
         batches = self.run.batches.global_batch(rows, np.arange(len(rows)))
         return RolloutBatches(batches.batches, batches.companions, self._generation.figures)
 
+    def sources_of(self, step: int) -> list[str]:
+        """Return the rows of the prompts of the step (counted from 0) that `train` was called for last, each once."""
+        assert self._generation is not None
+        args = self.args
+        first = step % args.steps_per_generation * args.global_batch_size
+        prompts = self._prompts_of(self._number, self._generation)[first : first + args.global_batch_size]
+        return list(dict.fromkeys(prompt.source for prompt in prompts))
+
     def evaluate(self, step: int) -> dict[str, float]:
         """Return metrics of completions of the held-out prompts, named `eval_...`, under the current weights; empty
         without evaluations. Collective.

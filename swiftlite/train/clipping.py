@@ -1,10 +1,10 @@
-"""Clip the gradients of the MTP heads by a separate norm.
+"""Clip the gradients of the MTP heads by a separate norm, and check norms before the weights are updated.
 
 With a common norm of trunk and heads, the large gradients of new heads would reduce the updates of the trunk.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -37,12 +37,38 @@ def separate_head_groups(settings: Mapping[str, float] = {}) -> dict[ParamKey, P
     return {key: cast(ParamGroupOverride, {_OF_HEADS: True, **settings})}
 
 
-class SeparateClipping(ChainedOptimizer):
-    """An optimizer that clips the gradients of the trunk and of the MTP heads by separate norms.
+class CheckedOptimizer(ChainedOptimizer):
+    """An optimizer that updates nothing if a check of the gradients' norms fails.
+
+    `ChainedOptimizer.step` calls `get_grad_norm` before it clips, and `step_with_ready_grads` last. Before the latter
+    it has changed only gradients.
 
     Attributes:
-        mtp_grad_norm: the norm of the heads' gradients at the last step, before they were clipped.
+        check: called with the norms before each update, by name as in the metrics; returns whether to update.
+        norms: the norms at the last step, before the gradients were clipped.
     """
+
+    def __init__(self, optimizer: MegatronOptimizer):
+        """Wrap an optimizer."""
+        optimizers = [optimizer]
+        if isinstance(optimizer, ChainedOptimizer):
+            optimizers = optimizer.chained_optimizers
+        super().__init__(optimizers)
+        self.check: Callable[[Mapping[str, float]], bool] = lambda norms: True
+        self.norms: dict[str, float] = {}
+
+    def get_grad_norm(self) -> float:
+        norm = super().get_grad_norm()
+        self.norms = {"grad_norm": float(norm)}
+        return norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        return self.check(self.norms) and super().step_with_ready_grads()
+
+
+class SeparateClipping(CheckedOptimizer):
+    """An optimizer that clips the gradients of the trunk and of the MTP heads by separate norms."""
 
     def __init__(self, optimizer: MegatronOptimizer, mtp_clip_grad: float, device: torch.device):
         """Wrap an optimizer whose parameter groups were made with `separate_head_groups`.
@@ -51,13 +77,9 @@ class SeparateClipping(ChainedOptimizer):
             mtp_clip_grad: maximum norm of the heads' gradients; 0 disables clipping.
             device: device of the gradients; required also on a rank without gradients.
         """
-        optimizers = [optimizer]
-        if isinstance(optimizer, ChainedOptimizer):
-            optimizers = optimizer.chained_optimizers
-        super().__init__(optimizers)
+        super().__init__(optimizer)
         self.mtp_clip_grad = mtp_clip_grad
         self.device = device
-        self.mtp_grad_norm = 0.0
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -70,9 +92,10 @@ class SeparateClipping(ChainedOptimizer):
             return False, None, None
         # One copy to the host for both norms, because each copy waits for the GPU.
         squares = torch.stack([self._square(are_heads) for are_heads in (True, False)])
-        self.mtp_grad_norm, trunk_norm = (math.sqrt(square) for square in squares.tolist())
+        mtp_norm, trunk_norm = (math.sqrt(square) for square in squares.tolist())
+        self.norms = {"grad_norm": trunk_norm, "mtp_grad_norm": mtp_norm}
         config: Any = self.config
-        self._clip(are_heads=True, largest=self.mtp_clip_grad, norm=self.mtp_grad_norm)
+        self._clip(are_heads=True, largest=self.mtp_clip_grad, norm=mtp_norm)
         self._clip(are_heads=False, largest=config.clip_grad, norm=trunk_norm)
         return self.step_with_ready_grads(), trunk_norm, None
 

@@ -4,24 +4,25 @@ With `--mtp_mode heads_only`, the trunk produces the same hidden states for a mi
 first epoch, these states are read from files instead of being computed again. So are the outputs of a tower, which
 heads read as well.
 
-The directory of the cache contains one safetensors file per micro-batch (and per part of a row, if ranks share rows).
-The name of a file is the sha256 of the micro-batch's tokens, labels and other inputs of the trunk. Other runs over the
-same rows can read the files, also with another order of rows, another loss or another number of drafts. `cache.json`
-describes the model and the settings that the states depend on. The stored states are bitwise identical to computed
-states, so the results of training do not change.
+The directory of the cache contains a record per micro-batch (and per part of a row, if ranks share rows), in a few
+files (`record_files.py`). The key of a record is the sha256 of the micro-batch's tokens, labels and other inputs of the
+trunk. Other runs over the same rows can read the records, also with another order of rows, another loss or another
+number of drafts. `cache.json` describes the model and the settings that the states depend on. The stored states are
+bitwise identical to computed states, so the results of training do not change.
+
+Rows are many. What the cache keeps or computes for all of them is in arrays: 16 bytes per record while the run trains.
 """
 
 import hashlib
 import json
-import os
 import shutil
-import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
@@ -33,9 +34,10 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import read_json
 from swiftlite.base.log import logger
 from swiftlite.bridge.hf_config import digest_of_trunk
-from swiftlite.data.batch import AXES, ITEM, Batch, count_items
-from swiftlite.data.dataset import Data
-from swiftlite.data.sample import Sample, digest
+from swiftlite.data.batch import AXES, ITEM, Batch, Extra, count_items
+from swiftlite.data.encoded_rows import keys_of
+from swiftlite.data.packing.packing import PackedRows
+from swiftlite.data.sample import Sample
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.forward import on_this_rank
 from swiftlite.model.gpt import GPTModel, TrunkOutput
@@ -47,10 +49,12 @@ from swiftlite.model.trunk import TrunkLayers
 from swiftlite.plan.layout import ParallelLayout
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_head_parameter
+from swiftlite.runtime.decisions import record_decision
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches, Collated
+from swiftlite.train.batches.micro_batches import Batches, Collated, SampleRows
 from swiftlite.train.metrics.run_report import hash_tensor
+from swiftlite.train.record_files import ENTRY, KEY_BYTES, DamagedRecord, RecordFiles
 from swiftlite.train.train_state import TrainState
 
 FLAG = "--cache_trunk_states"
@@ -58,13 +62,17 @@ MANIFEST = "cache.json"
 _ANOTHER_DIRECTORY = "use another directory; or delete this one, if nothing else needs it"
 LOSS_BYTES = 4 + 8
 """Bytes per token for the trunk's loss (float32) and prediction (int64), see `TokenLoss`."""
-HEADER_BYTES = 344
-"""Maximum header size of a file: names, dtypes and shapes of its tensors, and their sha256."""
+HEADER_BYTES = 256
+"""Maximum header size of a record: names, dtypes and shapes of its tensors."""
 TOWER_HEADER_BYTES = 112
-"""Maximum additional header size of a file with outputs of a tower."""
+"""Maximum additional header size of a record with outputs of a tower."""
+FORMAT = "records 1"
+"""Names the files. Earlier releases wrote a file per micro-batch, and named no format."""
+WHOLE, MISSING, DAMAGED = range(3)
+"""States of a record on a rank. The highest of all ranks decides for all."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class HiddenStateCache:
     """The cache of a run (a `TrunkSource`), created by `open_hidden_state_cache`.
 
@@ -72,11 +80,23 @@ class HiddenStateCache:
         directory: directory of the files.
         mesh: the ranks of the run, which process their micro-batches at the same time.
         trunk: the source of outputs that are not in the cache.
+        run: directory of the run, for decisions; None: they are only logged.
     """
 
     directory: Path
     mesh: Mesh
     trunk: TrunkLayers
+    run: Path | None = None
+    _has_reported: bool = False
+
+    def __post_init__(self):
+        self._records = RecordFiles(self.directory, f"cp{self.mesh.cp.rank()}-tp{self._tp_rank}")
+
+    @property
+    def _tp_rank(self) -> int:
+        """The part of a row among tensor-parallel ranks. Without sequence parallelism all of them hold the same states,
+        which the first one writes."""
+        return self.mesh.tp.rank() if self.mesh.layout.sequence_parallel else 0
 
     def output(self, model: torch.nn.Module, batch: Batch) -> TrunkOutput:
         """Return the trunk's output for a micro-batch. Collective over all ranks.
@@ -84,58 +104,101 @@ class HiddenStateCache:
         If the output is not in the cache, it is computed and added.
 
         Raises:
-            UserError: a file is damaged, missing without decoder layers that compute it, or cannot be written.
+            UserError: an output is missing or damaged without decoder layers that compute it, or cannot be written.
         """
         bare = cast(GPTModel, unwrap_model(model))
-        path = self._path(batch)
+        key = self._key(batch)
+        tensors, state = self._read(key)
         # Ranks share layers, so either all ranks compute or none does.
-        if not all_reduce_max(int(not path.exists()), self.mesh):
-            return _read(path, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
+        worst = all_reduce_max(state, self.mesh)
+        if tensors is not None and worst == WHOLE:
+            return _output_of(tensors, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
+        if worst == DAMAGED:
+            self._report_damage()
         output = self.trunk.output(model, batch)
         if output is None:
             output = bare.trunk_output(ModelInputs.of(batch), batch.labels_KBS[0])
-        self._add(path, output)
+        if state != WHOLE:
+            self._add(key, output)
         return output
 
-    def fill(self, batches: Batches, data: Data) -> None:
-        """Write the missing files with outputs that steps cannot compute; collective.
+    def fill(self, batches: Batches, rows: SampleRows, held_out: SampleRows) -> None:
+        """Write the missing outputs that steps cannot compute; collective.
 
-        Files are written after each group of micro-batches, so a run that is killed loses at most one group.
+        Outputs are written after each group of micro-batches, so a run that is killed loses at most one group.
+
+        Args:
+            rows, held_out: the training and the held-out rows.
 
         Raises:
             UserError: a layer cannot be read, or a file cannot be written.
         """
-        for streamed in self.trunk.outputs_before_steps(self._missing(batches, data)):
-            self._add(self._path(streamed.batch), streamed.output)
+        for streamed in self.trunk.outputs_before_steps(self._missing(batches, rows, held_out)):
+            key = self._key(streamed.batch)
+            if key not in self._records:  # another rank lacks it
+                self._add(key, streamed.output)
         dist.barrier()
 
-    def _missing(self, batches: Batches, data: Data) -> Iterator[Batch]:
-        """Yield the micro-batches that any rank has no file for. Nothing is computed unless they are read."""
+    def _missing(self, batches: Batches, rows: SampleRows, held_out: SampleRows) -> Iterator[Batch]:
+        """Yield the micro-batches whose output any rank lacks. Nothing is computed unless they are read."""
         num_ranks = self.mesh.dp.size()
-        rows = _distinct_rows(batches, data)
-        rows += [[]] * (-len(rows) % num_ranks)  # padding, because all ranks run the layers together
-        micro_batches = Collated(batches.collate, rows[self.mesh.dp.rank() :: num_ranks])
+        distinct = _DistinctRows.of(batches, rows, held_out)
+        distinct = distinct.padded_to(num_ranks)  # because all ranks run the layers together
+        micro_batches = Collated(batches.collate, distinct.of_rank(self.mesh.dp.rank(), num_ranks))
         for batch in on_this_rank(micro_batches, self.mesh):
-            if all_reduce_max(int(not self._path(batch).exists()), self.mesh):
+            if all_reduce_max(int(self._key(batch) not in self._records), self.mesh):
                 yield batch
 
-    def _add(self, path: Path, output: TrunkOutput) -> None:
-        """Write the output for a micro-batch, unless its file exists."""
-        # Without sequence parallelism all tensor-parallel ranks hold the same states.
-        writes = self.mesh.layout.sequence_parallel or self.mesh.tp.rank() == 0
-        if writes and not path.exists():
-            _write(path, output)
+    def _read(self, key: bytes) -> tuple[dict[str, torch.Tensor] | None, int]:
+        """Return the tensors of a record on the host, if it is there, and its state."""
+        try:
+            content = self._records.read(key)
+            if content is None:
+                return None, MISSING
+            return load(content), WHOLE
+        except SafetensorError:  # its bytes are those that were written, but nobody should have written them
+            self._records.remove(key)
+        except DamagedRecord as damaged:
+            logger.warning("%s: %s is damaged", FLAG, damaged)
+        return None, DAMAGED
 
-    def _path(self, batch: Batch) -> Path:
-        return self.directory / f"{self._name(batch)}.safetensors"
+    def _report_damage(self) -> None:
+        """Record once that damaged outputs are computed again. A damaged file has many of them."""
+        if self._has_reported or self.run is None or dist.get_rank():
+            return
+        self._has_reported = True
+        # Not after a step: the files stay repaired if the run repeats its steps.
+        record_decision(self.run, 0, "damaged_cache", f"{FLAG} {self.directory}: damaged states are computed again")
 
-    def _name(self, batch: Batch) -> str:
-        """Return the name of the file without its suffix: sha256 of the trunk's inputs, the labels, and this rank's
-        part of the row.
+    def _add(self, key: bytes, output: TrunkOutput) -> None:
+        """Write the output for a micro-batch.
+
+        Data-parallel ranks may write equal micro-batches of a step: padding, or rows that occur twice.
+
+        Raises:
+            UserError: the files cannot be written.
         """
-        tp_rank = 0
-        if self.mesh.layout.sequence_parallel:
-            tp_rank = self.mesh.tp.rank()
+        if self.mesh.tp.rank() != self._tp_rank:
+            return
+        tensors = {
+            "states_SBH": output.states.to_wire(),
+            "loss_BS": output.loss.loss_BS,
+            "prediction_BS": output.loss.prediction_BS,
+        }
+        if output.tower_outputs is not None:
+            tensors["tower_outputs"] = output.tower_outputs
+        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        try:
+            self._records.add(key, content)
+        except OSError as error:
+            raise UserError(
+                f"{FLAG}: {self.directory} cannot be written: {error.strerror}", "free disk space, then use --resume"
+            ) from None
+
+    def _key(self, batch: Batch) -> bytes:
+        """Return the key of a micro-batch: sha256 of the trunk's inputs and the labels. Other parts of a row are in
+        other files.
+        """
         batch = batch.on_host or batch  # copying from the GPU would wait for queued kernels
         given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
         if batch.cu_seqlens is not None:
@@ -146,7 +209,78 @@ class HiddenStateCache:
             sha.update(batch.items.identity)
         for tensor in given:
             sha.update(f"{tuple(tensor.shape)} ".encode() + _bytes_of(tensor))
-        return f"{sha.hexdigest()[:32]}-cp{self.mesh.cp.rank()}-tp{tp_rank}"
+        return sha.digest()[:KEY_BYTES]
+
+
+@dataclass(frozen=True)
+class _DistinctRows(Sequence[list[Sample]]):
+    """The rows of the micro-batches that are written; equal rows share one record.
+
+    Attributes:
+        numbers: int64, the numbers of the rows among the training rows and then the held-out rows; -1 is a row that is
+            only padding.
+    """
+
+    rows: SampleRows
+    held_out: SampleRows
+    numbers: np.ndarray
+
+    @classmethod
+    def of(cls, batches: Batches, rows: SampleRows, held_out: SampleRows) -> "_DistinctRows":
+        keys = np.concatenate([_keys_of_rows(rows), _keys_of_rows(held_out)])
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        is_first = np.ones(len(keys), bool)
+        is_first[1:] = keys[1:] != keys[:-1]
+        numbers = np.sort(order[is_first])
+        if len(held_out) % batches.plan.global_batch_size:
+            numbers = np.append(numbers, -1)  # it fills up the last evaluation batch
+        return cls(rows, held_out, numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> list[Sample]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        number = int(self.numbers[index])
+        if number < 0:
+            return []
+        if number < len(self.rows):
+            return self.rows[number]
+        return self.held_out[number - len(self.rows)]
+
+    def padded_to(self, multiple: int) -> "_DistinctRows":
+        padding = np.full(-len(self) % multiple, -1)
+        return replace(self, numbers=np.concatenate([self.numbers, padding]))
+
+    def of_rank(self, rank: int, num_ranks: int) -> "_DistinctRows":
+        return replace(self, numbers=self.numbers[rank::num_ranks])
+
+    def lengths(self, batches: Batches) -> np.ndarray:
+        """Return the number of tokens, with padding, of each micro-batch."""
+        padding = np.full(1, batches.plan.row_multiple, np.int32)  # at -1
+        lengths = [batches.lengths_of_rows(each) for each in (self.rows, self.held_out)]
+        return np.concatenate([*lengths, padding])[self.numbers]
+
+    def num_items(self, extras: Sequence[Extra]) -> int:
+        """Return the number of items, such as groups of patches of images, of all micro-batches."""
+        if not any(extra.per == "item" for extra in extras):
+            return 0
+        num_items = 0
+        for row in self:
+            sequences = chain.from_iterable(sample.sequences for sample in row)
+            num_items += count_items(list(sequences), extras)[0]
+        return num_items
+
+
+def _keys_of_rows(rows: SampleRows) -> np.ndarray:
+    """Return numbers that differ for different rows, uint64."""
+    keys = keys_of(rows.samples)
+    if not isinstance(rows.rows, PackedRows) or not len(rows):
+        return keys
+    order, offsets = rows.rows.order, rows.rows.offsets
+    # A number that depends on the place of each sample in its row: 1, 3, 5, ...
+    places = np.arange(len(order)) - np.repeat(offsets[:-1], np.diff(offsets))
+    return np.add.reduceat(keys[order] * (2 * places + 1).astype(np.uint64), offsets[:-1])
 
 
 def open_hidden_state_cache(
@@ -155,45 +289,61 @@ def open_hidden_state_cache(
     batches: Batches,
     hf_model: HfModel,
     train_state: TrainState,
-    data: Data,
+    rows: SampleRows,
+    held_out: SampleRows,
     torch_dtype: str,
+    run: Path | None = None,
 ) -> HiddenStateCache:
     """Open the cache in a directory, which is created if it does not exist; collective.
+
+    Args:
+        rows, held_out: the training and the held-out rows.
+        run: directory of the run, for decisions.
 
     Raises:
         UserError: the directory holds other files, or states of another model or of other rows; the disk is too small;
             or the machines do not share the directory.
     """
-    manifest = _manifest(batches.plan, hf_model.config, train_state, data, torch_dtype)
+    samples = (rows.samples, held_out.samples)
+    manifest = _manifest(batches.plan, hf_model.config, train_state, samples, torch_dtype)
     if dist.get_rank() == 0:
         check_directory(directory)
         _check_is_same(directory, manifest)
         delete_incomplete(directory)
-        _check_disk(directory, batches, train_state, data)
+        _check_disk(directory, batches, train_state, _DistinctRows.of(batches, rows, held_out))
         atomic_write(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
     if not _has_manifest(directory, manifest):
         raise UserError(f"{FLAG} {directory} is not shared by every machine", "use a directory on a shared file system")
-    return HiddenStateCache(directory, mesh, train_state.trunk)
+    return HiddenStateCache(directory, mesh, train_state.trunk, run)
 
 
 def _manifest(
-    plan: Plan, hf_config: Mapping[str, Any], train_state: TrainState, data: Data, torch_dtype: str
+    plan: Plan,
+    hf_config: Mapping[str, Any],
+    train_state: TrainState,
+    samples: Sequence[Sequence[Sample]],
+    torch_dtype: str,
 ) -> dict[str, str]:
     """Return everything that the stored states depend on, by name. Error messages contain the names. Collective."""
     mine = {name: value for name, value in train_state.hashes.items() if not is_head_parameter(name)}
     mine |= train_state.trunk.hashes(hash_tensor)
     trunks: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(trunks, _sha256(mine))
-    rows = sorted(digest([sample]) for sample in (*data.train, *data.val))
+    rows = [""]
+    if dist.get_rank() == 0:  # the ranks have equal rows, see `phases.check_ranks_agree`
+        keys = np.sort(np.concatenate([keys_of(each) for each in samples]))
+        rows = [hashlib.sha256(keys.tobytes()).hexdigest()]
+    dist.broadcast_object_list(rows)
     layout = plan.layout
     states = "after the norm"
     if train_state.chunks[0].drafting.takes_before_norm:
         states = "before and after the norm"
     return {
+        "format": FORMAT,
         "trunk's weights": _sha256(sorted(set(trunks))),
         "config.json": digest_of_trunk(hf_config),
-        "rows": _sha256(rows),
+        "rows": rows[0],
         "torch_dtype": torch_dtype,
         "kernels": ", ".join(plan.kernels.described.values()),
         "packing": f"{plan.packing} {plan.packing_length}",
@@ -223,6 +373,9 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
     found = _read_manifest(directory)
     if found is None:
         return
+    if found.get("format") != FORMAT:
+        problem = f"{FLAG} {directory} was written by another release of swiftlite, in another format"
+        raise UserError(problem, _ANOTHER_DIRECTORY)
     differing = [name for name, value in manifest.items() if found.get(name) != value]
     if differing:
         raise UserError(f"{FLAG} {directory} was written with other {', '.join(differing)}", _ANOTHER_DIRECTORY)
@@ -256,19 +409,20 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data: Data) -> None:
+def _check_disk(directory: Path, batches: Batches, train_state: TrainState, rows: _DistinctRows) -> None:
     """Log the final size of the cache.
 
     Raises:
         UserError: the disk has too little free space.
     """
-    lengths = _lengths(batches, data)
-    needed = _bytes_of_files(lengths, _num_items(batches, data), train_state.chunks[0], batches.plan.layout)
-    there = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    num_tokens = int(rows.lengths(batches).sum(dtype=np.int64))
+    num_items = rows.num_items(batches.extras)
+    needed = _bytes_of_files(num_tokens, len(rows), num_items, train_state.chunks[0], batches.plan.layout)
+    there = sum(path.stat().st_size for path in directory.iterdir() if path.suffix in (".data", ".index"))
     free = shutil.disk_usage(directory).free
     logger.info(
         "hidden states of the trunk for %d tokens with padding: %.2f GB in %s, of which %.2f GB exist",
-        sum(lengths),
+        num_tokens,
         needed / 1e9,
         directory,
         there / 1e9,
@@ -280,35 +434,13 @@ def _check_disk(directory: Path, batches: Batches, train_state: TrainState, data
         )
 
 
-def _lengths(batches: Batches, data: Data) -> list[int]:
-    """Return the number of tokens, with padding, of each micro-batch that is written."""
-    return [batches.length_of(row) for row in _distinct_rows(batches, data)]
-
-
-def _num_items(batches: Batches, data: Data) -> int:
-    """Return the number of items, such as groups of patches of images, of all micro-batches that are written."""
-    num_items = 0
-    for row in _distinct_rows(batches, data):
-        sequences = chain.from_iterable(sample.sequences for sample in row)
-        num_items += count_items(list(sequences), batches.extras)[0]
-    return num_items
-
-
-def _distinct_rows(batches: Batches, data: Data) -> list[list[Sample]]:
-    """Return the row of each micro-batch that is written; equal rows share one file."""
-    held_out = batches.rows(data.val)
-    rows = [*batches.rows(data.train), *held_out]
-    if len(held_out) % batches.plan.global_batch_size:
-        rows.append([])  # a padding-only micro-batch, which fills up the last evaluation batch
-    return list({digest(row): row for row in rows}.values())
-
-
-def _bytes_of_files(lengths: Sequence[int], num_items: int, model: GPTModel, layout: ParallelLayout) -> int:
+def _bytes_of_files(
+    num_tokens: int, num_micro_batches: int, num_items: int, model: GPTModel, layout: ParallelLayout
+) -> int:
     """Return the size of all files in bytes.
 
     Args:
-        lengths: number of tokens of each micro-batch.
-        num_items: number of items of all micro-batches.
+        num_tokens, num_items: numbers of tokens and of items of all micro-batches.
     """
     num_states = 2 if model.drafting.takes_before_norm else 1
     output_bytes = model.config.hidden_size * next(model.parameters()).element_size()
@@ -317,73 +449,28 @@ def _bytes_of_files(lengths: Sequence[int], num_items: int, model: GPTModel, lay
     num_losses = 1
     if layout.sequence_parallel:
         num_losses = layout.tensor_model_parallel_size
-    num_files = len(lengths) * num_losses * layout.context_parallel_size
-    items = num_items * output_bytes * num_losses * layout.context_parallel_size  # each file has all items of its rows
-    header_bytes = HEADER_BYTES
+    num_records = num_micro_batches * num_losses * layout.context_parallel_size
+    items = num_items * output_bytes * num_losses * layout.context_parallel_size  # a record has all items of its rows
+    header_bytes = HEADER_BYTES + ENTRY.itemsize
     if num_items:
         header_bytes += TOWER_HEADER_BYTES
-    return sum(lengths) * (state_bytes + num_losses * LOSS_BYTES) + items + num_files * header_bytes
+    return num_tokens * (state_bytes + num_losses * LOSS_BYTES) + items + num_records * header_bytes
 
 
-def _write(path: Path, output: TrunkOutput) -> None:
-    """Write the trunk's output.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    tensors = {
-        "states_SBH": output.states.to_wire(),
-        "loss_BS": output.loss.loss_BS,
-        "prediction_BS": output.loss.prediction_BS,
-    }
-    if output.tower_outputs is not None:
-        tensors["tower_outputs"] = output.tower_outputs
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    try:
-        # Data-parallel ranks may have equal micro-batches: padding, or rows that occur twice.
-        writer = f"-{socket.gethostname()}-{os.getpid()}"
-        atomic_write(path, save(tensors, {"sha256": _sha256_of(path.name, tensors)}), writer)
-    except OSError as error:
-        raise UserError(
-            f"{FLAG}: {path} cannot be written: {error.strerror}", "free disk space, then use --resume"
-        ) from None
-
-
-def _read(path: Path, has_prenorm: bool, device: torch.device) -> TrunkOutput:
-    """Read the output that `_write` wrote.
+def _output_of(tensors: Mapping[str, torch.Tensor], has_prenorm: bool, device: torch.device) -> TrunkOutput:
+    """Return the output that `HiddenStateCache._add` wrote, on the device.
 
     Args:
-        has_prenorm: whether the heads read the trunk's state before its final norm, so that the file also contains this
-            state.
-
-    Raises:
-        UserError: the file is damaged or belongs to another micro-batch.
+        has_prenorm: whether the heads read the trunk's state before its final norm, so that the record also contains
+            this state.
     """
-    try:
-        content = path.read_bytes()
-        tensors = load(content)
-        loss = TokenLoss(on_device(tensors["loss_BS"], device), on_device(tensors["prediction_BS"], device))
-        tower_outputs = tensors.get("tower_outputs")
-        if tower_outputs is not None:
-            tower_outputs = on_device(tower_outputs, device)
-        is_whole = _sha256_of(path.name, tensors).encode() in content[:4096]  # the header
-    except (OSError, KeyError, SafetensorError):
-        is_whole = False
-    if not is_whole:
-        raise UserError(f"{FLAG}: {path} is damaged", "delete it, then use --resume; its states are computed again")
-    states = StageStates.from_wire(on_device(tensors["states_SBH"], device), has_prenorm=has_prenorm)
-    return TrunkOutput(states, loss, tower_outputs)
+    moved = {name: on_device(tensor, device) for name, tensor in tensors.items()}
+    states = StageStates.from_wire(moved["states_SBH"], has_prenorm=has_prenorm)
+    return TrunkOutput(states, TokenLoss(moved["loss_BS"], moved["prediction_BS"]), moved.get("tower_outputs"))
 
 
 def _sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256_of(file_name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    sha = hashlib.sha256(file_name.encode())  # the name identifies the micro-batch
-    for name in sorted(tensors):
-        sha.update(_bytes_of(tensors[name]))
-    return sha.hexdigest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

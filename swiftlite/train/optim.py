@@ -25,7 +25,7 @@ from swiftlite.model.layers.tensor_parallel import add_gradients_in_place
 from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.clipping import SeparateClipping, separate_head_groups
+from swiftlite.train.clipping import CheckedOptimizer, SeparateClipping, separate_head_groups
 from swiftlite.train.offloaded_adamw import OffloadedAdamW
 
 
@@ -136,9 +136,11 @@ def _optimizer(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParalle
         if isinstance(part.optimizer, torch.optim.Adam):  # or its subclass AdamW
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    if mtp_clip_grad is None:
-        return optimizer
-    return SeparateClipping(optimizer, mtp_clip_grad, mesh.device.torch_device)
+    if mtp_clip_grad is not None:
+        return SeparateClipping(optimizer, mtp_clip_grad, mesh.device.torch_device)
+    if args.skip_bad_steps:
+        return CheckedOptimizer(optimizer)
+    return optimizer
 
 
 def _head_learning_rate(args: SftArgs, plan: Plan) -> dict[str, float]:

@@ -30,7 +30,7 @@ from swiftlite.methods.index import method_of
 from swiftlite.model.trunk import TrunkSource
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule, layout_lines
-from swiftlite.report.metrics import read_metrics, restarts_in
+from swiftlite.report.metrics import evaluations_in, read_metrics, restarts_in
 from swiftlite.report.profiles import read_profiles
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.distributed import session
@@ -323,6 +323,15 @@ def check_run_files(run: Run) -> None:
             read_acceptance(acceptance)
         except UserError as error:
             raise UserError(error.problem, "delete it; the run then reports acceptance after it") from None
+
+
+def lacks_evaluation(run: Run, step: int) -> bool:
+    """Return whether the step that a run resumes from must be evaluated before the next step, because a signal came
+    first.
+    """
+    if not step or step % run.plan.eval_steps or step >= run.schedule.steps:
+        return False
+    return all(line["step"] != step for line in evaluations_in(read_metrics(run.output_dir)))
 
 
 def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:

@@ -50,8 +50,9 @@ from swiftlite.runtime.presence import wait_for_ranks
 from swiftlite.runtime.progress import check_launcher
 from swiftlite.store.copies import Copies
 from swiftlite.train import phases
+from swiftlite.train.bad_steps import BadSteps
 from swiftlite.train.batches.exchange import gather
-from swiftlite.train.batches.micro_batches import Batches, MicroBatches
+from swiftlite.train.batches.micro_batches import Batches, MicroBatches, SampleRows
 from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, reads
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
@@ -165,7 +166,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         checkpoint=checkpoint,
         train_state=train_state,
         data_state=data_state,
-        trunk=open_source(args, mesh, hf_model, batches, train_state, data),
+        trunk=open_source(args, mesh, hf_model, batches, train_state, rows, data),
         teacher_model=models.get("teacher_model"),
     )
     return training.prepare(prepared)
@@ -367,6 +368,9 @@ def make_trainer(
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
         get_data_state=batches.get_state,
+        sources_of=batches.sources_of,
+        bad_steps=BadSteps.of(run.mesh, args.skip_bad_steps, state.bad_steps),
+        lacks_evaluation=run.is_first_rank and phases.lacks_evaluation(run, state.step),
         evaluate_more=batches.evaluate,
         release=batches.release,
         after_step=hand_out,
@@ -379,14 +383,22 @@ def make_trainer(
 
 
 def open_source(
-    args: SftArgs, mesh: Mesh, hf_model: HfModel, batches: Batches, train_state: TrainState, data: Data
+    args: SftArgs,
+    mesh: Mesh,
+    hf_model: HfModel,
+    batches: Batches,
+    train_state: TrainState,
+    rows: SampleRows,
+    data: Data,
 ) -> TrunkSource:
     """Return the source of the trunk's output in each step, with the cache of --cache_trunk_states if it is given."""
     if args.cache_trunk_states is None:
         return train_state.trunk
-    directory = Path(args.cache_trunk_states)
-    cache = open_hidden_state_cache(directory, mesh, batches, hf_model, train_state, data, args.torch_dtype)
-    cache.fill(batches, data)
+    directory, held_out = Path(args.cache_trunk_states), batches.rows(data.val)
+    cache = open_hidden_state_cache(
+        directory, mesh, batches, hf_model, train_state, rows, held_out, args.torch_dtype, Path(args.output_dir)
+    )
+    cache.fill(batches, rows, held_out)
     return cache
 
 
@@ -397,9 +409,12 @@ def open_train_batches(run: phases.Run, state: CheckpointState) -> TrainBatches:
         return open_batches(run)
     if args.streaming:
         streamed = open_streamed_batches(run, state.stream)
-        return TrainBatches(streamed.train, streamed.state)
+        return TrainBatches(streamed.train, streamed.state, lambda step: streamed.sources())
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
-    return TrainBatches(partial(run.batches.train, run.rows, sampler))  # the rows depend only on the step
+    return TrainBatches(  # the rows depend only on the step
+        partial(run.batches.train, run.rows, sampler),
+        sources_of=lambda step: run.rows.sources(sampler.global_batch(step)),
+    )
 
 
 def make_held_out(run: phases.Run) -> HeldOut:

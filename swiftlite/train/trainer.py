@@ -16,15 +16,18 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.base.errors import UserError
+from swiftlite.bridge.tensors import some
 from swiftlite.data.batch import Batch
-from swiftlite.model.forward import run_batches
+from swiftlite.model.forward import between_groups, run_batches
 from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
 from swiftlite.plan.run import Plan, Schedule
+from swiftlite.runtime.decisions import record_decision
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.bad_steps import FLAG, SUGGESTED_SIGMA, BadSteps, restoring_router_biases
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
-from swiftlite.train.clipping import SeparateClipping
+from swiftlite.train.clipping import CheckedOptimizer
 from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.metrics.step_clock import StepClock
 from swiftlite.train.metrics.stragglers import Stragglers
@@ -59,6 +62,10 @@ class Trainer:
         metric_loggers: destinations of the metrics.
         checkpointer: writes the checkpoints. None: no checkpoints are written.
         get_data_state: returns the state of the data for checkpoints, on the first rank.
+        sources_of: returns the rows of a step (counted from 0) that `train_batches` returned last, as `file:line` or as
+            a number; called on the first rank.
+        bad_steps: decides which steps are applied. Default: all.
+        lacks_evaluation: on the first rank, whether the step that the run resumes from must still be evaluated.
         release: ends processes that `train_batches` and `evaluate_more` use; called when training has ended, also by an
             error.
         after_step: called on every rank with the number of each step, after it is completed and logged.
@@ -84,6 +91,9 @@ class Trainer:
     checkpointer: Checkpointer | None
     outside_windows: Callable[[int], int] = lambda length: 0
     get_data_state: Callable[[], Mapping[str, Any]] = dict
+    sources_of: Callable[[int], Sequence[str]] = lambda step: ()
+    bad_steps: BadSteps = field(default=None)  # pyright: ignore[reportAssignmentType]: `__post_init__` sets it
+    lacks_evaluation: bool = False
     evaluate_more: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
     after_step: Callable[[int], None] | None = None
@@ -96,6 +106,7 @@ class Trainer:
     def __post_init__(self):
         self.clock = StepClock(self.mesh.device.is_cuda)
         self.stragglers = Stragglers(self.mesh)
+        self.bad_steps = self.bad_steps or BadSteps(self.mesh)
 
     def fit(self, first: int) -> int:
         """Run all steps after step `first`, with periodic checkpoints and evaluations. There is no evaluation after the
@@ -107,6 +118,8 @@ class Trainer:
         # The profile of a run that stops is written after the checkpoint, while signals are deferred.
         with self.mesh.active(), StopSignals() as stop, closing(self.profiler):
             self.restart_clock.start(first)
+            if all_reduce_max(int(self.lacks_evaluation), self.mesh) and (stopping := self._evaluate(first, stop)):
+                return stopping
             for step in range(first + 1, self.schedule.steps + 1):
                 self.log(step - 1, self.restart_clock.before(step))
                 self.profiler.before(step)
@@ -121,12 +134,9 @@ class Trainer:
                 if self.after_step:
                     self.after_step(step)
                 stopping = all_reduce_max(stop.received, self.mesh)  # all ranks stop at the same step
-                # Before the save: a run that resumes from this checkpoint assumes that the step is complete.
+                # Before the save: a run that resumes from this checkpoint looks for the evaluation in metrics.jsonl.
                 if step % self.plan.eval_steps == 0 and step < self.schedule.steps and not stopping:
-                    try:
-                        self.log(step, self.evaluate(step))
-                    except Stopped:
-                        stopping = all_reduce_max(stop.received, self.mesh)
+                    stopping = self._evaluate(step, stop)
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)
                 if stopping:
@@ -141,6 +151,20 @@ class Trainer:
             self.log(last, self.restart_clock.before(last + 1))
         return 0
 
+    def _evaluate(self, step: int, stop: StopSignals) -> int:
+        """Evaluate and log, unless a signal arrives; return the number of the signal, otherwise 0. Collective."""
+
+        def check() -> None:
+            if all_reduce_max(stop.received, self.mesh):  # all ranks stop after the same group of micro-batches
+                raise Stopped
+
+        try:
+            with between_groups(check):
+                self.log(step, self.evaluate(step))
+        except Stopped:
+            return all_reduce_max(stop.received, self.mesh)
+        return 0
+
     def _stop_before(self, step: int, first: int, stop: StopSignals) -> int:
         """Save the last step unless it is saved already; return the number of the signal."""
         last = step - 1
@@ -153,7 +177,7 @@ class Trainer:
         if self.checkpointer:
             with self.clock.between_steps("checkpoint"), whole_parameters(self.model):
                 self._refuse_broken_weights(step)
-                self.checkpointer.save(step, self.get_data_state())
+                self.checkpointer.save(step, {**self.get_data_state(), **self.bad_steps.state()})
 
     def _refuse_broken_weights(self, step: int) -> None:
         """Reject non-finite weights, because a checkpoint with such weights would replace a usable checkpoint.
@@ -200,49 +224,106 @@ class Trainer:
         torch.manual_seed(seed_of_step(self.seed, step))
         # Before the first backward pass, because each micro-batch is divided by the targets of the whole global batch.
         counts = self._count_targets(batches)
-        with self.clock.passes(self.model[0].config):
-            sums = self._run(batches, objective, counts, forward_only=False)
-        self.scheduler.step(increment=1)  # before the update, so that the first update has a learning rate above 0
-        with self.clock.part("optimizer"):
-            _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None
-        num_tokens = sum(batch.num_tokens for batch in batches)
-        lengths = [length for batch in batches for length in batch.lengths]
-        squares, outside = sum(length**2 for length in lengths), sum(map(self.outside_windows, lengths))
-        num_items = sum(batch.num_items for batch in batches)
-        item_squares = sum(batch.item_squares for batch in batches)
-        num_tokens, squares, *others = self._sum_over_data_parallel(
-            num_tokens, squares, num_items, item_squares, outside
-        )
+        with restoring_router_biases(self.model, self.bad_steps):
+            with self.clock.passes(self.model[0].config):
+                sums = self._run(batches, objective, counts, forward_only=False)
+            metrics = objective.means(sums)
+            self.scheduler.step(increment=1)  # before the update, so that the first update has a learning rate above 0
+            with self.clock.part("optimizer"):
+                norms = self._update(metrics)
+        sizes = self._sum_over_data_parallel(*self._sizes_of(batches))
         # A GPU is still computing the update: without waiting, the time would be that of launching kernels.
         self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
         self.clock.finish_step(seconds)
-        flops_per_second = (
-            self.count_flops(num_tokens, squares, counts.tolist(), *others) / seconds / self.plan.world_size
-        )
-        metrics = objective.means(sums)
         if self.model[0].config.moe_aux_loss_coeff:
             metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
-        metrics |= {
-            "grad_norm": float(grad_norm or 0.0),
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+        metrics |= norms | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+        metrics |= self._speed(sizes, counts, seconds)
+        return self._checked(step, metrics)
+
+    def _update(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Update the weights, unless the step is bad; return the norms of the gradients before they were clipped.
+
+        Args:
+            metrics: the objective's metrics of the step.
+        """
+        if not isinstance(self.optimizer, CheckedOptimizer):
+            _, norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None
+            return {"grad_norm": float(norm or 0.0)}
+        loss = {name: metrics[name] for name in ("loss",) if name in metrics}
+        self.optimizer.check = lambda norms: self.bad_steps.is_good({**loss, **norms})
+        self.optimizer.step()
+        return self.optimizer.norms
+
+    def _sizes_of(self, batches: Sequence[Batch]) -> Iterator[int]:
+        """Yield the arguments of `count_flops` for this rank's micro-batches, without the counts of the objective."""
+        lengths = [length for batch in batches for length in batch.lengths]
+        yield sum(batch.num_tokens for batch in batches)
+        yield sum(length**2 for length in lengths)
+        yield sum(batch.num_items for batch in batches)
+        yield sum(batch.item_squares for batch in batches)
+        yield sum(map(self.outside_windows, lengths))
+
+    def _speed(self, sizes: Sequence[int], counts: torch.Tensor, seconds: float) -> dict[str, float]:
+        """Return the metrics of speed and memory of a step.
+
+        Args:
+            sizes: `_sizes_of` all micro-batches.
+            counts: counts of the objective.
+        """
+        num_tokens, squares, *others = sizes
+        flops = self.count_flops(num_tokens, squares, counts.tolist(), *others)
+        flops_per_second = flops / seconds / self.plan.world_size
+        metrics = {
             "tokens_per_second": num_tokens / seconds,
             "tflops_per_second": flops_per_second / 1e12,
             "peak_memory_gb": self.mesh.device.peak_memory / 1e9,
         }
-        if isinstance(self.optimizer, SeparateClipping):
-            metrics["mtp_grad_norm"] = self.optimizer.mtp_grad_norm
         # Data sheets state the peak of bfloat16; float32 has another one.
         peak, is_bfloat16 = self.mesh.device.peak_flops, self.model[0].config.params_dtype is torch.bfloat16
         if peak and is_bfloat16:
             metrics["mfu"] = flops_per_second / peak
-        # Only now, because the norm of the gradients is known after the update. The last checkpoint is intact.
-        if not all(map(math.isfinite, metrics.values())):
-            raise UserError(
-                f"step {step}: {_render(metrics)}; no further step was taken",
-                f"{self.objective.nonfinite_hint}, or check this step's rows; --resume starts before it",
-            )
         return metrics
+
+    def _checked(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a step; only finite ones if it was skipped, which is recorded.
+
+        Raises:
+            UserError: metrics are not finite, or too many steps were skipped.
+        """
+        bad_steps = self.bad_steps
+        is_finite = all(map(math.isfinite, metrics.values()))
+        if bad_steps.problem and not bad_steps.must_end:
+            self._record_skipped(step, metrics)
+            return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if is_finite and not bad_steps.problem:
+            return metrics
+        problem, hint = f"step {step}: {_render(metrics)}", self.objective.nonfinite_hint
+        if bad_steps.problem:
+            problem += f"; {bad_steps.problem}, and the {bad_steps.in_a_row - 1} steps before it were skipped"
+        else:
+            hint += f", or check this step's rows, or skip such steps: --resume {FLAG} {SUGGESTED_SIGMA}"
+        if sources := self.sources_of(step - 1):
+            problem += f"; rows: {', '.join(some(sources, 5))}"
+        # Only now, because without the option the norm of the gradients is known after the update. The last checkpoint
+        # is intact.
+        raise UserError(f"{problem}; no further step was taken", f"{hint}; --resume starts before this step")
+
+    def _record_skipped(self, step: int, metrics: Mapping[str, float]) -> None:
+        if dist.get_rank() or self.checkpointer is None:
+            return
+        values = {name: metrics[name] for name in ("loss", "grad_norm", "mtp_grad_norm") if name in metrics}
+        record_decision(
+            self.checkpointer.output_dir,
+            step,
+            "bad_step",
+            f"step {step} was skipped: {self.bad_steps.problem}",
+            # JSON has no numbers that are not finite.
+            values={name: value if math.isfinite(value) else str(value) for name, value in values.items()},
+            limits=self.bad_steps.limits,
+            rows=list(self.sources_of(step - 1)),
+        )
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return all metrics over the held-out rows, named `eval_...`; empty without held-out rows.

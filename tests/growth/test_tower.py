@@ -60,6 +60,7 @@ from tests.growth.unheard import export_hf, hf_config, is_trained, make_model, r
 from tests.messages import mentions
 from tests.parallel.launch import launch
 from tests.tiers import some_of
+from tests.train.cached_states import records
 
 pytestmark = pytest.mark.gloo
 
@@ -511,7 +512,7 @@ def test_cached_states_are_those_of_the_picture(model, rows, tmp_path):
     options |= {"cache_trunk_states": str(tmp_path / "states")}
     launch(1, run, make_known, training.run, args_of(model, rows, cached, **options))
     assert losses(cached) == losses(plain)
-    assert len(list((tmp_path / "states").glob("*.safetensors"))) == len(ROWS)
+    assert len(records(tmp_path / "states")) == len(ROWS)
     exported = export_hf(make_known, plain, tmp_path / "hf")
     for key, before in load_file(model / "model.safetensors").items():
         assert torch.equal(before, exported[key]) is not key.startswith("mtp.")

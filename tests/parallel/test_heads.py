@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.train import record_files
 from tests.messages import naming
 from tests.parallel import parity
 from tests.parallel.launch import launch
@@ -20,6 +21,7 @@ from tests.parallel.parity import BOUNDS, CASES, FEW_STEPS, SMALL, TP2_SP, Job, 
 from tests.parallel.runs import train
 from tests.tiers import all_but, selected, some_of
 from tests.tiny import make_tiny_hf
+from tests.train.cached_states import ENTRY, records
 
 pytestmark = pytest.mark.gloo
 
@@ -122,18 +124,19 @@ def test_ranks_read_what_they_have_written(tmp_path):
             assert tensor.equal(written.weights[key])
             assert tensor.equal(read.weights[key])
     for name in layouts:
-        assert list((tmp_path / name / "cache").glob("*.safetensors"))
+        parts = {part for part, _ in records(tmp_path / name / "cache")}
+        assert len(parts) == 2
 
 
 def train_on_a_slow_disk(args: SftArgs) -> int:
-    """Train while writes are slow, so that ranks write the same file at the same time."""
-    fsync = os.fsync
+    """Train while writes are slow, so that ranks write equal states at the same time."""
+    append = record_files._append
 
-    def slow(descriptor: int) -> None:
+    def slow(path: Path, content: bytes) -> int:
         time.sleep(0.02)
-        fsync(descriptor)
+        return append(path, content)
 
-    os.fsync = slow  # this process ends with the run
+    record_files._append = slow  # this process ends with the run
     return train(args)
 
 
@@ -166,8 +169,8 @@ def options_of_a_cache(directory: Path) -> SftArgs:
 def test_ranks_may_write_the_same_states(tmp_path):
     assert launch(2, train_on_a_slow_disk, options_of_a_cache(tmp_path)) == [0, 0]
     # 4 different rows, and the row of padding.
-    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 5
-    assert not list((tmp_path / "cache").glob(".*"))
+    assert len(records(tmp_path / "cache")) == 5
+    assert len(list((tmp_path / "cache").glob("*"))) == 5  # cache.json, and two files of each rank
 
 
 def train_with_room_for(free: int, args: SftArgs) -> int:
@@ -179,8 +182,9 @@ def train_with_room_for(free: int, args: SftArgs) -> int:
 def test_the_disk_must_have_room_for_what_all_ranks_write(tmp_path, name):
     args = replace(options_of_a_cache(tmp_path), **LAYOUTS[name])
     assert launch(2, train_with_room_for, 10**9, args) == [0, 0]
-    written = sum(file.stat().st_size for file in (tmp_path / "cache").glob("*.safetensors"))
-    # Of the header of each file a few bytes more are counted than it has.
+    cache = tmp_path / "cache"
+    written = sum(len(content) + ENTRY for content in records(cache).values())  # each once
+    # Of the header of each record a few bytes more are counted than it has.
     for free, fits in {written - 1: False, int(written * 1.02): True}.items():
         other = replace(args, output_dir=str(tmp_path / f"{free}"), cache_trunk_states=str(tmp_path / f"{free} cache"))
         if fits:

@@ -20,6 +20,7 @@ from tests.parallel.runs import train
 from tests.parallel.test_heads import options_of_a_cache
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
+from tests.train.cached_states import records
 from tests.train.test_sft import metrics
 
 pytestmark = pytest.mark.gloo
@@ -45,10 +46,6 @@ def options(directory: Path, way: str) -> tuple[SftArgs, SftArgs]:
         make_tiny_hf(directory / family, family, depth=1, **sizes)
     other = {"output_dir": str(directory / "streamed"), "cache_trunk_states": str(directory / "streamed-cache")}
     return args, replace(args, stream_trunk=True, stream_trunk_gb=1e-5, **other)
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.mark.parametrize("way", some_of(WAYS, "TP2+SP, fit"))
@@ -77,7 +74,7 @@ def check_same_bits(tmp_path: Path, whole: SftArgs, streamed: SftArgs) -> None:
     """Compare cache and metrics of both runs."""
     for args in (whole, streamed):
         assert launch(2, train, args) == [0, 0]
-    assert content(tmp_path / "cache") == content(tmp_path / "streamed-cache")
+    assert records(tmp_path / "cache") == records(tmp_path / "streamed-cache")
     assert metrics(tmp_path / "run") == metrics(tmp_path / "streamed")
 
 
@@ -100,8 +97,8 @@ def test_after_kill_the_finished_groups_are_kept(tmp_path):
     whole, streamed = options(tmp_path, "CP2")
     with pytest.raises(ProcessExitedException):
         launch(2, killed, 5, streamed)
-    assert 1 <= len(list((tmp_path / "streamed-cache").glob("*.safetensors"))) < 5
+    assert 1 <= len(records(tmp_path / "streamed-cache")) < 5
     for args in (whole, replace(streamed, resume=True)):
         assert launch(2, train, args) == [0, 0]
-    assert content(tmp_path / "cache") == content(tmp_path / "streamed-cache")
+    assert records(tmp_path / "cache") == records(tmp_path / "streamed-cache")
     assert metrics(tmp_path / "run") == metrics(tmp_path / "streamed")

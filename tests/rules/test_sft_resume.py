@@ -71,10 +71,10 @@ def test_resume_keeps_what_makes_the_run(here):
     assert rules.check(same) == []
     same = dataclasses.replace(again, dataset=["val.jsonl"], val_dataset=["train.jsonl"], max_bad_rows=3)
     assert rules.check(same) == []
-    other = dataclasses.replace(again, mtp_num_layers=0, lr=1e-3)
+    other = dataclasses.replace(again, mtp_num_layers=0, weight_decay=0.2)
     assert mention_each(
         [problem for problem, _ in problems_of(other)],
-        ["--resume --mtp_num_layers 0 2", "--resume --lr 0.001 1e-05"],
+        ["--resume --mtp_num_layers 0 2", "--resume --weight_decay 0.2"],
     )
     assert mention_each(
         [problem for problem, _ in problems_of(dataclasses.replace(again, model="plain"))],
@@ -84,15 +84,23 @@ def test_resume_keeps_what_makes_the_run(here):
     assert mentions(note, "--train_iters 30 40")
 
 
+def test_resume_takes_what_messages_about_bad_steps_advise(here):
+    began = dataclasses.replace(SFT, model="mtp2", output_dir="run", train_iters=30, lr=1e-3)
+    Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
+    advised = {"mtp_loss_scaling_factor": 0.05, "lr": 1e-4, "min_lr": 1e-6, "clip_grad": 0.5, "skip_bad_steps": 6.0}
+    notes = rules.check(dataclasses.replace(began, resume=True, **advised))
+    assert mention_each(notes, [f"--{name} {value}" for name, value in advised.items()])
+
+
 def test_resume_without_a_checkpoint_keeps_the_options_as_well(here):
     """Stored rollouts of the run belong to its options."""
     began = dataclasses.replace(SFT, output_dir="out")
     Path("out").mkdir()
     Path("out/args.json").write_text(json.dumps(dataclasses.asdict(began)))
     assert rules.check(dataclasses.replace(began, resume=True, save_steps=7)) == []
-    ((problem, hint),) = problems_of(dataclasses.replace(began, resume=True, lr=0.5))
-    assert mentions(problem, "--resume --lr 0.5")
-    assert mentions(hint, "--lr --output_dir delete")
+    ((problem, hint),) = problems_of(dataclasses.replace(began, resume=True, seed=5))
+    assert mentions(problem, "--resume --seed 5")
+    assert mentions(hint, "--seed --output_dir delete")
 
 
 @pytest.mark.parametrize("saved", [{"command": "megatron dpo"}, {"loss_type": "kto"}])  # earlier runs name none

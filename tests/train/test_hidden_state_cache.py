@@ -1,7 +1,9 @@
 """Test that a run with cached trunk states gives bitwise identical results, and reads only its own states."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from swiftlite.train import run as training
 from tests.messages import naming
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
+from tests.train.cached_states import ENTRY, records, remove, size_of
 from tests.train.test_sft import metrics, train
 
 HEADS = {"mtp_mode": "heads_only", "micro_batch_size": 1, "num_train_epochs": 2, "train_iters": None}
@@ -89,7 +92,7 @@ def check_that_nothing_changes(options, mesh, tmp_path, passes, family, more) ->
     read, no_passes = run("read", cache_trunk_states=cache)
     assert plain == written == read
     assert no_passes == 0
-    assert first_passes == len(list((tmp_path / "cache").glob("*.safetensors"))) < all_passes
+    assert first_passes == len(records(tmp_path / "cache")) < all_passes
     for file in (tmp_path / "plain").glob("checkpoint-*/*.distcp"):
         assert file.read_bytes() == (tmp_path / "read" / file.relative_to(tmp_path / "plain")).read_bytes()
     changed, no_passes = run("changed", cache_trunk_states=cache, mtp_loss="tv")
@@ -109,16 +112,20 @@ def test_a_run_that_was_stopped_while_it_wrote_goes_on(options, mesh, tmp_path, 
     cache = tmp_path / "cache"
     args = options(**HEADS, cache_trunk_states=str(cache))
     plain = metrics(train(args, mesh))
-    files = sorted(cache.glob("*.safetensors"))
-    assert len(files) == NUM_ROWS
-    for file in files[::2]:
-        file.unlink()
-    (cache / f".{files[0].name}.incomplete").write_bytes(b"half a file")
+    written = records(cache)
+    assert len(written) == NUM_ROWS
+    assert len(list(cache.iterdir())) == 3  # cache.json, and the files of one writer
+    remove(cache, set(list(written)[::2]))
+    (index,) = cache.glob("*.index")
+    with index.open("ab") as file:
+        file.write(b"half an entry")
+    with index.with_suffix(".data").open("ab") as file:
+        file.write(b"half a record")
     shutil.rmtree(args.output_dir)
     passes.clear()
     assert metrics(train(args, mesh)) == plain
     assert len(passes) == NUM_ROWS // 2
-    assert sorted(cache.glob("*.safetensors")) == files
+    assert records(cache) == written
 
 
 @pytest.mark.parametrize("family", some_of(["qwen3", "mimo"], "mimo"))
@@ -141,12 +148,12 @@ def test_the_disk_must_have_room_for_padding(options, mesh, tmp_path, monkeypatc
         shutil.rmtree(args.output_dir, ignore_errors=True)
         monkeypatch.setattr(shutil, "disk_usage", lambda directory: shutil._ntuple_diskusage(10**9, 0, free))
         train(args, mesh)
-        return sum(file.stat().st_size for file in (tmp_path / "cache").glob("*.safetensors"))
+        return size_of(tmp_path / "cache")
 
     written = train_with(10**9)
     with pytest.raises(UserError, match=naming(f"--cache_trunk_states {tmp_path / 'cache'} GB")):
         train_with(written - 1)
-    # Of a header of 320 bytes 344 are counted, of files of 64 tokens and 256 bytes or more each.
+    # A few bytes more are counted than the header of a record has.
     assert train_with(int(written * 1.002)) == written
 
 
@@ -183,16 +190,56 @@ def test_other_states_are_refused(options, mesh, tmp_path, hf_dir, monkeypatch):
     refused("written with other config.json", model=str(turned))
     assert not (tmp_path / "again").exists()  # a run that cannot begin leaves no directory
 
-    one, other = sorted(cache.glob("*.safetensors"))[:2]
-    kept = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    refused(f"{one.name} is damaged")
-    one.write_bytes(kept)
-
-    file = next(cache.glob("*.safetensors"))
-    content = file.read_bytes()
-    for damaged in (content[:-7], content[:-9] + b"\x01" + content[-8:], b""):
-        file.write_bytes(damaged)
-        refused(f"{file.name} is damaged")
+    manifest = json.loads((cache / "cache.json").read_text())
+    del manifest["format"]  # as in earlier releases, which wrote a file per micro-batch
+    (cache / "cache.json").write_text(json.dumps(manifest))
+    refused("another release")
     (cache / "cache.json").write_text("{")
     refused("cache.json is damaged")
+
+
+def swap_two(index: Path, data: Path) -> None:
+    """Exchange the places of two records in the index."""
+    content = index.read_bytes()
+    first, second = content[:ENTRY], content[ENTRY : 2 * ENTRY]
+    swapped = first[:16] + second[16:] + second[:16] + first[16:]
+    index.write_bytes(swapped + content[2 * ENTRY :])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, Path], object], int]] = {
+    "a bit": (lambda index, data: data.write_bytes(data.read_bytes()[:-9] + b"\x01" + data.read_bytes()[-8:]), 1),
+    "cut": (lambda index, data: os.truncate(data, data.stat().st_size - 7), 1),
+    "cut to one": (lambda index, data: os.truncate(data, data.stat().st_size // NUM_ROWS + 200), NUM_ROWS - 1),
+    "empty": (lambda index, data: os.truncate(data, 0), NUM_ROWS),
+    "lost": (lambda index, data: data.unlink(), NUM_ROWS),
+    "exchanged": (swap_two, 2),
+    "a size": (
+        lambda index, data: index.write_bytes(index.read_bytes()[:24] + b"\xff" * 8 + index.read_bytes()[32:]),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_states_are_computed_again(options, mesh, tmp_path, passes, damage):
+    cache = tmp_path / "cache"
+    args = options(**HEADS, cache_trunk_states=str(cache))
+    expected, whole = metrics(train(args, mesh)), None
+    whole = records(cache)
+    (index,) = cache.glob("*.index")
+    change, number = DAMAGES[damage]
+    change(index, index.with_suffix(".data"))
+    shutil.rmtree(args.output_dir)
+    passes.clear()
+    found = metrics(train(args, mesh))
+    assert [line for line in found if "fault" not in line] == expected
+    (decision,) = (line for line in found if "fault" in line)
+    assert decision["fault"] == "damaged_cache"
+    assert str(cache) in decision["decision"]
+    assert len(passes) == number
+    shutil.rmtree(args.output_dir)
+    passes.clear()
+    assert metrics(train(args, mesh)) == expected  # the files are repaired
+    assert passes == []
+    if damage not in ("lost", "exchanged", "empty"):
+        assert records(cache) == whole

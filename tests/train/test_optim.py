@@ -148,7 +148,8 @@ def test_trunk_and_heads_are_clipped_by_their_own_norms(tmp_path, mesh, clip_gra
         gradients.append((parameter.main_grad, copy.grad))
     scheduler.step(increment=1)
     _, trunk_norm, _ = optimizer.step()
-    for of_heads, largest, norm in ((True, mtp_clip_grad, optimizer.mtp_grad_norm), (False, clip_grad, trunk_norm)):
+    mtp_norm = optimizer.norms["mtp_grad_norm"]
+    for of_heads, largest, norm in ((True, mtp_clip_grad, mtp_norm), (False, clip_grad, trunk_norm)):
         expected = torch.nn.utils.clip_grad_norm_(copies[of_heads], largest or math.inf)
         assert norm == pytest.approx(float(expected), rel=1e-5)
     for ours, theirs in gradients:

@@ -2,17 +2,20 @@
 
 import json
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from swiftlite.base.errors import UserError
+from swiftlite.model import forward
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.trainer import Trainer, seed_of_step
 from tests.messages import mentions, naming
 from tests.train.prepared import prepare
+from tests.train.test_sft import metrics, train
 
 
 class Listed:
@@ -134,6 +137,57 @@ def test_evaluating_leaves_the_model_as_it_was(make_trainer):
     after = [parameter for chunk in trainer.model for parameter in chunk.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert all(name.startswith("eval_") for name in first)
+
+
+@pytest.mark.parametrize("arrives", ["before", "within"])
+def test_an_evaluation_that_a_signal_ended_is_repeated(options, mesh, tmp_path, monkeypatch, arrives):
+    """All metrics are those of an unbroken run, and no further group of micro-batches is evaluated."""
+    monkeypatch.setattr(forward, "GROUP_PER_STAGE", 1)
+    usual = {"eval_steps": 2, "save_steps": 3, "train_iters": 6, "micro_batch_size": 1, "split_dataset_ratio": 0.4}
+    unbroken = train(options(output_dir=str(tmp_path / "unbroken"), **usual), mesh)
+    args = options(output_dir=str(tmp_path / "stopped"), **usual)
+    for expected in (0, 1):  # the evaluation after step 4, then its repetition
+        run = prepare(args, mesh)
+        state = phases.restore(run)
+        trainer = training.make_trainer(run, state)
+        groups = interrupt(trainer, run, state.step, in_evaluation=arrives == "within")
+        outcome = phases.fit(run, trainer, state.step, training.make_held_out(run))
+        assert outcome.stopped_by == signal.SIGTERM
+        assert checkpoints(trainer) == {"checkpoint-3", "checkpoint-4"}
+        assert groups() <= 2
+        args = replace(args, resume=True)
+        if arrives == "before" and expected == 0:
+            break
+    assert metrics(train(args, mesh)) == metrics(unbroken)
+
+
+def interrupt(trainer: Trainer, run: phases.Run, first: int, *, in_evaluation: bool) -> Callable[[], int]:
+    """Send SIGTERM after step 4 or in the evaluation that follows it.
+
+    Returns:
+        A function that returns the number of micro-batches of this evaluation that were computed.
+    """
+    seen: list[int] = []
+    reached: list[int] = [first]
+    trainer.after_step = lambda step: (
+        reached.append(step) or (signal.raise_signal(signal.SIGTERM) if step == 4 and not in_evaluation else None)
+    )
+
+    def see(model, args) -> None:
+        if reached[-1] == 4 and not torch.is_grad_enabled():
+            seen.append(1)
+            if in_evaluation and len(seen) == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    run.train_state.chunks[0].register_forward_pre_hook(see)
+    return lambda: len(seen)
+
+
+def test_a_checkpoint_after_an_evaluation_repeats_none(options, mesh):
+    args = options(eval_steps=2, save_steps=2, train_iters=4)
+    train(args, mesh)
+    run = prepare(replace(args, resume=True, train_iters=8), mesh)
+    assert training.make_trainer(run, phases.restore(run)).lacks_evaluation is False
 
 
 def test_what_fails_while_evaluating_leaves_the_model_training(make_trainer):

@@ -38,6 +38,26 @@ class PackedRows:
         return self.order[self.offsets[row] : self.offsets[row + 1]]
 
 
+@dataclass(frozen=True)
+class SingleRows:
+    """Rows of one sequence each, in order: `PackedRows` without arrays.
+
+    Attributes:
+        num_rows: number of rows and of sequences.
+    """
+
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """Return the index of a row's sequence."""
+        if not 0 <= row < self.num_rows:
+            raise IndexError(row)
+        return np.array([row])
+
+
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
     """Round lengths up to a multiple, so that ranks can split each sequence (`plan.layout.sequence_multiple`)."""
     return -(-lengths // multiple) * multiple

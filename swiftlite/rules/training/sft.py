@@ -288,7 +288,7 @@ RULES = (
 )
 NOTES = (
     sft_settings_without_effect,
-    sft_resume.steps_change_the_learning_rate,
+    sft_resume.changes_apply_to_further_steps,
     sft_data.held_out_rows_are_trained_on,
     sft_data.streams_hold_nothing_out,
     sft_heads.heads_learn_slowly,

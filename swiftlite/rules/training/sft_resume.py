@@ -10,7 +10,7 @@ from typing import Any
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.resume import CHANGEABLE
+from swiftlite.args.resume import CHANGE_UPDATES, CHANGEABLE
 from swiftlite.base.json_file import read_json
 from swiftlite.methods.index import command_of_run, method_of
 from swiftlite.plan.facts import Facts, run_checkpoints
@@ -110,10 +110,15 @@ def resume_packs_the_same_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]
             )
 
 
-def steps_change_the_learning_rate(args: SftArgs, facts: Facts) -> Iterator[str]:
+def changes_apply_to_further_steps(args: SftArgs, facts: Facts) -> Iterator[str]:
     for name, before, now in _changed_options(args, facts):
         if name in ("train_iters", "num_train_epochs"):
             yield f"--{name} changed from {before} to {now}: the learning rate follows the new schedule"
+        elif name in CHANGE_UPDATES:
+            yield (
+                f"--{name} changed from {before} to {now} for the steps after the checkpoint; "
+                "use the new value again if the run resumes later"
+            )
 
 
 def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, Any]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from swiftlite.data.batch import Batch, Extra, collate, collate_packed, count_items
 from swiftlite.data.changed_samples import lengths_of
-from swiftlite.data.packing.packing import PackedRows, pack, padded
+from swiftlite.data.packing.packing import PackedRows, SingleRows, pack, padded
 from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule
 from swiftlite.data.sample import Sample
@@ -22,13 +22,17 @@ class SampleRows(Sequence[list[Sample]]):
     """Rows, each of which is a list of samples that stay in one micro-batch. Batch sizes count rows."""
 
     samples: Sequence[Sample]
-    rows: PackedRows
+    rows: PackedRows | SingleRows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> list[Sample]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return [self.samples[index] for index in self.rows[row].tolist()]
+
+    def sources(self, indices: np.ndarray) -> list[str]:
+        """Return `file:line` of each sample of some rows."""
+        return [sample.source for sample in _samples(self, indices)]
 
 
 @dataclass(frozen=True)
@@ -89,20 +93,20 @@ class Batches:
     def rows(self, samples: Sequence[Sample]) -> SampleRows:
         """Return packed rows if the run packs samples into rows; otherwise one row per sample."""
         if self.plan.packing != "rows":
-            return SampleRows(samples, PackedRows(np.arange(len(samples)), np.arange(len(samples) + 1)))
+            return SampleRows(samples, SingleRows(len(samples)))
         multiple = sequence_multiple(self.plan.layout)
-        lengths, starts = lengths_of(samples)
-        sizes = np.add.reduceat(padded(lengths, multiple), starts)
-        is_alone = np.diff(starts, append=len(lengths)) == 1
-        sizes[is_alone] = lengths[starts[is_alone]]  # `pack` pads them, and names their length in errors
-        return SampleRows(samples, pack(sizes, self.plan.packing_length, multiple=multiple))
+        return SampleRows(samples, pack(_sizes_of(samples, multiple), self.plan.packing_length, multiple=multiple))
 
-    def length_of(self, row: Sequence[Sample]) -> int:
-        """Return the number of tokens, including padding, of a micro-batch that consists of this row. An empty row is
-        padding only."""
+    def lengths_of_rows(self, rows: SampleRows) -> np.ndarray:
+        """Return the number of tokens of a micro-batch for each row, including padding, as int32."""
         multiple = sequence_multiple(self.plan.layout)
-        num_tokens = sum(_length_of(sample, multiple) for sample in row)
-        return -(-max(1, num_tokens) // self.plan.row_multiple) * self.plan.row_multiple
+        sizes = np.empty(len(rows.samples), np.int32)
+        for first in range(0, len(sizes), CHUNK_SAMPLES):
+            here = slice(first, first + CHUNK_SAMPLES)
+            sizes[here] = _sizes_of(rows.samples[here], multiple)
+        if isinstance(rows.rows, PackedRows) and len(rows):
+            sizes = np.add.reduceat(padded(sizes, multiple)[rows.rows.order], rows.rows.offsets[:-1])
+        return padded(np.maximum(sizes, 1), self.plan.row_multiple).astype(np.int32)
 
     def train(self, rows: SampleRows, sampler: Sampler, step: int) -> MicroBatches:
         """Return this rank's micro-batches of a step (counted from 0)."""
@@ -232,11 +236,19 @@ class Batches:
         )
 
 
-def _length_of(sample: Sample, multiple: int) -> int:
-    """Return the number of tokens of a sample's sequences in a packed row, including padding."""
-    if not sample.others:
-        return len(sample)
-    return int(padded(np.array([len(sequence) for sequence in sample.sequences]), multiple).sum())
+CHUNK_SAMPLES = 1 << 16
+"""Number of samples whose lengths are in memory at the same time where only their sizes are needed."""
+
+
+def _sizes_of(samples: Sequence[Sample], multiple: int) -> np.ndarray:
+    """Return the number of tokens of each sample in a packed row, int64. Several sequences of a sample are padded;
+    `pack` pads a single one, and names its length in errors.
+    """
+    lengths, starts = lengths_of(samples)
+    sizes = np.add.reduceat(padded(lengths, multiple), starts)
+    is_alone = np.diff(starts, append=len(lengths)) == 1
+    sizes[is_alone] = lengths[starts[is_alone]]
+    return sizes
 
 
 def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -84,6 +84,7 @@ class StreamedBatches:
     stream: Stream | None
     steps: StreamedSteps | None
     mesh: Mesh
+    _numbers: list[int] = field(default_factory=list)
 
     def train(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of the next step. `step` is ignored, because a stream is read in order."""
@@ -104,12 +105,19 @@ class StreamedBatches:
             return {}
         return {"stream": self.stream.state() | self.steps.state()}
 
+    def sources(self) -> list[str]:
+        """Return the numbers of the rows of the last step, from 0 in the order in which files are read, through all
+        epochs; empty on ranks that do not read files.
+        """
+        return [f"row {number}" for number in self._numbers]
+
     def _receive(self) -> list[list[Sample]]:
         """Return this data-parallel rank's micro-batches of the next step."""
         assert self.stream is not None
         assert self.steps is not None
         group = self.mesh.dp
         entries, rank_batches = next(self.steps)
+        self._numbers[:] = [entry.row for entry in entries]
         owners = [self.stream.owner(entry) for entry in entries]
         # `exchange` numbers samples by the rank that has read them: all of rank 0, then all of rank 1, ...
         by_owner = sorted(range(len(entries)), key=owners.__getitem__)

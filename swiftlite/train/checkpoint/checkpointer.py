@@ -271,7 +271,7 @@ def load_checkpoint(
         assert not found.unexpected_keys
         assert not missing or not with_heads, missing
     if slots:
-        set_state(slots, loaded.get("optimizer", {}), CheckpointState.read(checkpoint).step)
+        set_state(slots, loaded.get("optimizer", {}), CheckpointState.read(checkpoint).num_updates)
 
 
 @contextmanager

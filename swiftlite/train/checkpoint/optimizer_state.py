@@ -88,6 +88,8 @@ class Slot:
         if isinstance(self.inner, HoldsMoments):
             return self.inner.moment(self.main, kind)
         state = self.inner.state[self.main]
+        if not state and isinstance(self.inner, torch.optim.Adam):  # which initializes only an empty state, as a whole
+            self.set_step(0)
         if kind not in state:
             state[kind] = torch.zeros_like(self.main)
         return state[kind]
@@ -185,6 +187,7 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
     Args:
         loaded: result of `state_to_load`, filled by `dist_checkpointing.load`; tensors are removed one by one to free
             memory.
+        step: number of updates so far.
     """
     for number, (slot, owner) in enumerate(zip(slots, _owners(slots), strict=True)):
         for kind in slot.kinds:

@@ -39,6 +39,14 @@ class StreamState(TypedDict):
     have the sizes of the files instead, as a part of `DataState.rows`."""
 
 
+class BadStepsState(TypedDict):
+    """What --skip_bad_steps compares steps with, from `BadSteps.state`."""
+
+    recent: dict[str, list[float]]
+    in_a_row: _Count
+    num_skipped: _Count
+
+
 class DataState(TypedDict):
     """Digests of the data, from `phases.data_state`."""
 
@@ -55,6 +63,7 @@ class CheckpointState:
         images: whether the run computed the vision tower.
         data: None in checkpoints of earlier releases.
         stream: position of --streaming; None without it.
+        bad_steps: state of --skip_bad_steps; None if the run did not use it.
         lora: adapters of the model; None without adapters.
         base: the model that adapters belong to, or from which an export reads a frozen trunk.
         streams_trunk: whether the checkpoint has no decoder layers (--stream_trunk), so that exports read those of
@@ -69,6 +78,7 @@ class CheckpointState:
     images: bool = False
     data: DataState | None = None
     stream: StreamState | None = None
+    bad_steps: BadStepsState | None = None
     lora: Lora | None = None
     base: AdapterBase | None = None
     streams_trunk: bool = False
@@ -104,6 +114,11 @@ class CheckpointState:
         """Return whether the state has a version, as in all checkpoints since the first releases."""
         content = read_json(checkpoint / STATE_FILE)
         return isinstance(content, dict) and "version" in content
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the optimizer: the steps that were not skipped."""
+        return self.step - (self.bad_steps["num_skipped"] if self.bad_steps else 0)
 
     @property
     def trunk(self) -> Trunk:

@@ -28,6 +28,8 @@ class TrainBatches:
     Attributes:
         get: returns this rank's micro-batches of a step.
         get_state: returns the state of the data for a checkpoint, on the first rank.
+        sources_of: returns the rows of the step that `get` was called for last, as `file:line` or as a number; on the
+            first rank, after a fault.
         evaluate: returns further metrics of held-out rows, named `eval_...`, given the number of completed steps. It is
             called on all ranks, and may raise `Stopped` on all of them. None: there are none.
         release: ends processes that the other functions use.
@@ -35,6 +37,7 @@ class TrainBatches:
 
     get: Callable[[int], Sequence[Batch]]
     get_state: Callable[[], dict[str, Any]] = dict
+    sources_of: Callable[[int], Sequence[str]] = lambda step: ()
     evaluate: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
-from swiftlite.report.metrics import decisions_in, metrics_of, restarts_in
+from swiftlite.report.metrics import decisions_in, evaluations_in, metrics_of, restarts_in
 from swiftlite.runtime.decisions import METRICS_FILE
 from swiftlite.train.metrics.trackers import open_trackers
 
@@ -38,7 +38,7 @@ class ProgressBar:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if restarts_in([metrics]):  # in the log
             return
-        if _is_evaluation(metrics):
+        if evaluations_in([metrics]):
             tqdm.write(f"step {step}: " + self._render(metrics), file=sys.stderr)
             return
         if self.bar is None:
@@ -94,7 +94,7 @@ class MetricsFile:
             if metrics is None:
                 continue
             is_before = first > 0 and metrics["step"] <= first
-            is_repeated = metrics["step"] == last and _is_evaluation(metrics)
+            is_repeated = metrics["step"] == last and bool(evaluations_in([metrics]))
             is_decision = bool(decisions_in([metrics])) and metrics["step"] <= first
             if restarts_in([metrics]) or is_decision or (is_before and not is_repeated):
                 kept.append(line)
@@ -116,10 +116,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self.file.close()
-
-
-def _is_evaluation(metrics: Mapping[str, float]) -> bool:
-    return any(name.startswith("eval_") for name in metrics)
 
 
 class TensorBoard:
