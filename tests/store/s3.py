@@ -64,6 +64,7 @@ class FaultyLine(ThreadingHTTPServer):
 
     Attributes:
         damages: number of contents to damage, by method and part of the path.
+        is_down: whether connections are closed without an answer.
     """
 
     daemon_threads = True
@@ -72,6 +73,7 @@ class FaultyLine(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Forward)
         self.target = server.endpoint.removeprefix("http://")
         self.damages: dict[tuple[str, str], int] = {}
+        self.is_down = False
 
     def carry(self, method: str, path: str, content: bytes) -> bytes:
         for (damaged_method, part), number in self.damages.items():
@@ -85,7 +87,7 @@ class _Forward(BaseHTTPRequestHandler):
     def handle_one_request(self):
         line: FaultyLine = self.server  # type: ignore[assignment]
         self.raw_requestline = self.rfile.readline(65537)
-        if not self.raw_requestline or not self.parse_request():
+        if line.is_down or not self.raw_requestline or not self.parse_request():
             self.close_connection = True
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -1,7 +1,7 @@
 """Read conversations from .jsonl, .json, .parquet, .csv and .txt files; `FILE#500` selects a random sample of 500 rows.
 
-.jsonl files can be compressed by gzip or zstd (.jsonl.gz, .jsonl.zst); their lines are read while they are decompressed.
-Datasets on the hub (`hub_rows.py`) have the same interface. Every row has its `file:line`. Bad rows are returned with
+.jsonl files can be compressed by gzip or zstd (.jsonl.gz, .jsonl.zst); their lines are read while they are
+decompressed. Datasets on the hub (`hub_rows.py`) have the same interface. Every row has its `file:line`. Bad rows are returned with
 the good ones; `dataset.py` decides how many are allowed. `conversation.py` defines the formats of rows."""
 
 import csv
