@@ -227,32 +227,39 @@ class Trainer:
         with restoring_router_biases(self.model, self.bad_steps):
             with self.clock.passes(self.model[0].config):
                 sums = self._run(batches, objective, counts, forward_only=False)
-            metrics = objective.means(sums)
             self.scheduler.step(increment=1)  # before the update, so that the first update has a learning rate above 0
             with self.clock.part("optimizer"):
-                norms = self._update(metrics)
+                norms = self._update(objective, sums)
         sizes = self._sum_over_data_parallel(*self._sizes_of(batches))
         # A GPU is still computing the update: without waiting, the time would be that of launching kernels.
         self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
         self.clock.finish_step(seconds)
+        metrics = objective.means(sums)
         if self.model[0].config.moe_aux_loss_coeff:
             metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
         metrics |= norms | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
         metrics |= self._speed(sizes, counts, seconds)
         return self._checked(step, metrics)
 
-    def _update(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _update(self, objective: Objective, sums: torch.Tensor) -> dict[str, float]:
         """Update the weights, unless the step is bad; return the norms of the gradients before they were clipped.
 
         Args:
-            metrics: the objective's metrics of the step.
+            sums: statistics of the objective in this step.
         """
         if not isinstance(self.optimizer, CheckedOptimizer):
             _, norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None
             return {"grad_norm": float(norm or 0.0)}
-        loss = {name: metrics[name] for name in ("loss",) if name in metrics}
-        self.optimizer.check = lambda norms: self.bad_steps.is_good({**loss, **norms})
+
+        def is_good(norms: Mapping[str, float]) -> bool:
+            if not self.bad_steps.sigma:  # reading the loss would wait for the GPU before the update is launched
+                return True
+            metrics = objective.means(sums)
+            loss = {name: metrics[name] for name in ("loss",) if name in metrics}
+            return self.bad_steps.is_good({**loss, **norms})
+
+        self.optimizer.check = is_good
         self.optimizer.step()
         return self.optimizer.norms
 
