@@ -135,6 +135,7 @@ def test_a_store_that_is_down_at_a_resume(words, unbroken, s3, url, monkeypatch,
         with faulty_line(s3, port):
             code, errors, _ = running.result()
     assert code == 0, errors
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     lines = [line for line in metrics.read_text().splitlines(keepends=True) if "store_down" not in line]
     metrics.write_text("".join(lines))
     assert without_id(content_of_run(tmp_path)) == unbroken
