@@ -13,6 +13,9 @@ from swiftlite.store.objects import ObjectStore, StoreError, url_of
 from swiftlite.store.retention import delete_oldest
 from swiftlite.store.run_store import FLAG, RunStore, own_id
 
+_RETRY_SECONDS = 120
+"""For how long a store that does not answer is asked again, while training continues."""
+
 
 @dataclass
 class Copies:
@@ -137,7 +140,7 @@ def copies_of(run: Path, option: str | None, keep: int | None) -> Iterator[Copie
     if option is None:
         yield None
         return
-    copies = Copies(RunStore(ObjectStore.open(url_of(option))), run, keep)
+    copies = Copies(RunStore(ObjectStore.open(url_of(option), _RETRY_SECONDS)), run, keep)
     try:
         yield copies
     except BaseException:

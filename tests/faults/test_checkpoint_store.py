@@ -2,6 +2,9 @@
 
 import shutil
 import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from swiftlite.store.objects import ObjectStore
 from swiftlite.store.run_store import RUN_FILE, RunStore
 from tests.faults.hunt import COMMANDS, SFT, Command, content_of_run, run, write_files
 from tests.forked import SignalAtCall
-from tests.store.s3 import S3, s3_server
+from tests.store.s3 import S3, faulty_line, s3_server
 from tests.tiers import some_of
 
 PLACES = [
@@ -113,6 +116,30 @@ def test_a_killed_fetch_is_repeated(words, unbroken, url, function, number, tmp_
     code, errors, _ = run(command, words, tmp_path, is_again=True)
     assert code == 0, errors
     assert without_id(content_of_run(tmp_path)) == unbroken
+
+
+def test_a_store_that_is_down_at_a_resume(words, unbroken, s3, url, monkeypatch, tmp_path):
+    """The run continues from its directory, and copies when the store answers again."""
+    command = command_for(url)
+    code, errors, _ = run(command, words, tmp_path, signal_at=WITH_STEP_2)
+    assert code == -signal.SIGKILL, errors
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run, command, words, tmp_path, is_again=True)
+        while "store_down" not in metrics.read_text():
+            assert not running.done(), running.result()
+            time.sleep(0.05)
+        with faulty_line(s3, port):
+            code, errors, _ = running.result()
+    assert code == 0, errors
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if "store_down" not in line]
+    metrics.write_text("".join(lines))
+    assert without_id(content_of_run(tmp_path)) == unbroken
+    assert content_of_run(stored(url, tmp_path / "back"))["checkpoints"] == unbroken["checkpoints"]
 
 
 @pytest.mark.slow

@@ -69,8 +69,8 @@ class FaultyLine(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, server: S3):
-        super().__init__(("127.0.0.1", 0), _Forward)
+    def __init__(self, server: S3, port: int = 0):
+        super().__init__(("127.0.0.1", port), _Forward)
         self.target = server.endpoint.removeprefix("http://")
         self.damages: dict[tuple[str, str], int] = {}
         self.is_down = False
@@ -111,9 +111,9 @@ class _Forward(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def faulty_line(server: S3) -> Iterator[FaultyLine]:
-    """Run a proxy for a server until the context ends."""
-    with FaultyLine(server) as line:
+def faulty_line(server: S3, port: int = 0) -> Iterator[FaultyLine]:
+    """Run a proxy for a server until the context ends, on a free port by default."""
+    with FaultyLine(server, port) as line:
         thread = threading.Thread(target=line.serve_forever, daemon=True)
         thread.start()
         try:

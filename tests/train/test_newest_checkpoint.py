@@ -12,6 +12,7 @@ import pytest
 from swiftlite.base.errors import UserError
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.report.metrics import decisions_in, read_metrics
+from swiftlite.runtime.distributed import session
 from swiftlite.runtime.progress import RESTARTS
 from swiftlite.store.manifest import write_manifest
 from swiftlite.store.objects import ObjectStore, url_of
@@ -21,6 +22,8 @@ from swiftlite.train import run as training
 from swiftlite.train.checkpoint.state import CheckpointState
 from swiftlite.train.checkpoint.verification import newest_whole_checkpoint
 from tests.messages import mentions, naming
+from tests.parallel.launch import launch
+from tests.train.prepared import prepare
 from tests.untimed import untimed
 
 
@@ -123,6 +126,19 @@ def test_the_copy_of_a_damaged_checkpoint_is_used(mesh, run, tmp_path):
     assert [line[1] for line in decisions(run)] == ["damaged_checkpoint", "damaged_copy", "damaged_checkpoint"]
 
 
+def newest_of_rank(run: Path) -> str:
+    with session():
+        return str(newest_whole_checkpoint(run, None))
+
+
+@pytest.mark.gloo
+def test_all_ranks_use_the_same_checkpoint(run):
+    """Each rank verifies a part of the files, and one file is damaged."""
+    flip(run / "checkpoint-10")
+    assert launch(2, newest_of_rank, run) == [str(run / "checkpoint-4")] * 2
+    assert decisions(run) == [(4, "damaged_checkpoint", 6)]
+
+
 def test_a_checkpoint_of_the_first_releases_is_checked_for_its_sizes(mesh, options, tmp_path):
     run = train(options(save_steps=2), mesh)
     for checkpoint in run_checkpoints(run):
@@ -138,8 +154,6 @@ def test_a_checkpoint_of_the_first_releases_is_checked_for_its_sizes(mesh, optio
 
 def train(args, mesh) -> Path:
     """Run all phases that change weights; return the run's directory."""
-    from tests.train.prepared import prepare
-
     run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
