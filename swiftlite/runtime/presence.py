@@ -1,7 +1,7 @@
 """Let ranks wait for each other before the first step, and name a rank that hangs.
 
-A step has a time limit (--distributed_timeout_minutes). Reading and tokenizing rows has none, because it can take hours,
-and another number of hours on each node. Instead, every rank gives signs of life: a thread increases a counter in the
+A step has a time limit (--distributed_timeout_minutes). Reading and tokenizing rows has none, because it can take
+hours, and not equally many on each node. Instead, every rank gives signs of life: a thread increases a counter in the
 store in which the ranks met. A rank that waits for others ends if the counter of one of them has not increased during
 the time limit; a process that is stopped, or in which one call keeps Python's lock, does not increase it.
 """
