@@ -132,9 +132,9 @@ class DataArgs:
     max_length: bounds.Length = 2048
     """Maximum length of a sample in tokens; see --truncation_strategy for longer ones."""
     dataset: list[str] = field(default_factory=list)
-    """Files (.jsonl, .json, .parquet, .csv, .txt) or datasets on the hub (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME
-    means the train split of main). The suffix #500 selects a random sample of 500 rows. Rows of several datasets are
-    mixed."""
+    """Files (.jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet, .csv, .txt) or datasets on the hub
+    (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME means the train split of main). The suffix #500 selects a random sample of
+    500 rows. Rows of several datasets are mixed."""
     val_dataset: list[str] = field(default_factory=list)
     """Held-out files or datasets on the hub. Default: a part of --dataset, see --split_dataset_ratio."""
     split_dataset_ratio: bounds.ProperFraction = 0.05
@@ -155,7 +155,7 @@ class DataArgs:
     """Number of processes that tokenize the dataset, on each machine."""
     dataset_cache: str | None = None
     """Directory for tokenized rows, which later runs with the same rows, tokenizer and options read. All ranks of a
-    machine share its files. Can be deleted between runs. Default: a temporary directory, deleted before training."""
+    machine share its files. Can be deleted between runs. Default: a temporary directory, deleted when the run ends."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,8 @@ class TimeoutArgs:
     """Distributed optimizer and communication"""
 
     distributed_timeout_minutes: bounds.PositiveInt = 10
-    """Maximum time that a rank waits for another before the run ends with an error, in minutes."""
+    """Maximum time that a rank waits for another in a step, and before the first step for a sign of life of another, in
+    minutes. Then the run ends with an error."""
 
 
 @dataclass(frozen=True)

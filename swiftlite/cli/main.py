@@ -224,11 +224,10 @@ def _settle_environment(args: object) -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # for GNU OpenMP, which torch includes
     if isinstance(args, SftArgs):
-        # torch's flight recorder, for `runtime/flight_recorder.py`; the second names are those before torch 2.9.
-        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-            os.environ.setdefault(name, "2000")
-        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-            os.environ.setdefault(name, str(Path(args.output_dir).absolute() / "flight_recorder_rank_"))
+        # torch's flight recorder, see `runtime/flight_recorder.py`
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        traces = Path(args.output_dir).absolute() / "flight_recorder_rank_"
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(traces))
         # Rows of varying lengths fragment the allocator's memory. Buffers of NCCL do not support these segments.
         if "PYTORCH_ALLOC_CONF" not in os.environ and not args.nccl_ub:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

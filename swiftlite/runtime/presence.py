@@ -1,12 +1,13 @@
 """Let ranks wait for each other before the first step, and name a rank that hangs.
 
 A step has a time limit (--distributed_timeout_minutes). Reading and tokenizing rows has none, because it can take
-hours, and another number of hours on each node. Instead, every rank gives signs of life: a thread increases a counter in the
+hours, and not equally many on each node. Instead, every rank gives signs of life: a thread increases a counter in the
 store in which the ranks met. A rank that waits for others ends if the counter of one of them has not increased during
 the time limit; a process that is stopped, or in which one call keeps Python's lock, does not increase it.
 """
 
 import os
+import re
 import socket
 import threading
 import time
@@ -139,6 +140,7 @@ class Presence:
 
 
 _present: Presence | None = None
+_TIMEOUT = re.compile("time(d )?out", re.IGNORECASE)
 
 
 @contextmanager
@@ -156,7 +158,8 @@ def signs_of_life(timeout_minutes: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_of_connection(error) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        # If a connection was closed, the launcher knows which process has ended.
+        if is_of_connection(error) and _TIMEOUT.search(str(error)) and "TORCHELASTIC_ERROR_FILE" in os.environ:
             _explain(error, _present)
         raise
     finally:
@@ -165,18 +168,16 @@ def signs_of_life(timeout_minutes: float) -> Iterator[None]:
 
 
 def _explain(error: RuntimeError, present: Presence) -> None:
-    """Name the rank at fault for a failed collective operation, unless it has ended, which its launcher reports.
+    """Name the collective operation that reached its time limit, and the rank at fault if it gives no signs of life.
 
     Raises:
         LostRank: a rank hangs.
     """
     where = last_collective() or "a step"
-    hanging = present.find_hanging(where)
-    if hanging or "Timed out" in str(error):
-        logger.warning("rank %d waited in %s until --distributed_timeout_minutes", present.rank, where)
-        with suppress(OSError):  # the error itself matters more
-            write_trace(present.rank)
-    if hanging:
+    logger.warning("rank %d waited in %s until --distributed_timeout_minutes", present.rank, where)
+    with suppress(OSError):  # the error itself matters more
+        write_trace(present.rank)
+    if hanging := present.find_hanging(where):
         raise hanging from error
 
 

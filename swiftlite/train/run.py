@@ -440,7 +440,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
 def open_streamed_batches(run: phases.Run, state: StreamState | None) -> StreamedBatches:
     """Open the rows of --streaming. If there is a state from a checkpoint, continue at its position."""
     if not reads(run.mesh):
-        return StreamedBatches(run.batches, None, None, run.mesh)
+        return StreamedBatches(run.batches, None, None, run.mesh, run.output_dir)
     args, group = run.args, run.mesh.dp
     stream = Stream(
         args.dataset,
@@ -453,4 +453,4 @@ def open_streamed_batches(run: phases.Run, state: StreamState | None) -> Streame
         state=state,
     )
     steps = StreamedSteps(run.batches, stream, args.streaming_buffer_size, state)
-    return StreamedBatches(run.batches, stream, steps, run.mesh)
+    return StreamedBatches(run.batches, stream, steps, run.mesh, run.output_dir)

@@ -1,7 +1,7 @@
 """Read conversations from .jsonl, .json, .parquet, .csv and .txt files; `FILE#500` selects a random sample of 500 rows.
 
-.jsonl files can be compressed by gzip or zstd (.jsonl.gz, .jsonl.zst); their lines are read while they are
-decompressed. Datasets on the hub (`hub_rows.py`) have the same interface. Every row has its `file:line`. Bad rows are returned with
+.jsonl files can be compressed by gzip or zstd (.jsonl.gz, .jsonl.zst); lines are read while they are decompressed.
+Datasets on the hub (`hub_rows.py`) have the same interface. Every row has its `file:line`. Bad rows are returned with
 the good ones; `dataset.py` decides how many are allowed. `conversation.py` defines the formats of rows."""
 
 import csv
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -368,22 +368,27 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     for number, batch in _batches_of_parquet(path):
-        with _naming_parquet(path, number - 1):
-            rows = batch.to_pylist()
-        for index, row in enumerate(rows):
+        for index, row in enumerate(_rows_of_batch(batch, path, number)):
             yield number + index, padding_error(row) or row
 
 
 def _rows_of_parquet(path: Path) -> Iterator[UnparsedRow]:
     for number, batch in _batches_of_parquet(path):
+        # For digests of every row, converting all rows of a batch at once is faster than one by one.
+        all_rows = cache(partial(_rows_of_batch, batch, path, number))
         for index in range(batch.num_rows):
             parse = partial(_row_of_batch, batch, index, path, number)
-            yield UnparsedRow(number + index, parse, partial(_text_of, parse))
+            yield UnparsedRow(number + index, parse, partial(_text_of, all_rows, index))
 
 
-def _text_of(parse: Callable[[], Any]) -> bytes:
-    # Not the bytes of the file, in which a row has no place that other rows leave unchanged.
-    return repr(parse()).encode()
+def _text_of(all_rows: Callable[[], list[Any]], index: int) -> bytes:
+    # Not bytes of the file, because the place of a row in it depends on other rows.
+    return repr(all_rows()[index]).encode()
+
+
+def _rows_of_batch(batch: Any, path: Path, number: int) -> list[Any]:
+    with _naming_parquet(path, number - 1):
+        return batch.to_pylist()
 
 
 def _row_of_batch(batch: Any, index: int, path: Path, number: int) -> Any:

@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from swiftlite.data.batch import Batch
 from swiftlite.data.packing.packing import RowStream, StreamSample
@@ -14,6 +16,7 @@ from swiftlite.data.packing.sampler import micro_batches
 from swiftlite.data.packing.stream import Stream
 from swiftlite.data.sample import Sample
 from swiftlite.plan.layout import sequence_multiple
+from swiftlite.runtime.decisions import record_decision
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.exchange import broadcast, exchange, stage_fields
 from swiftlite.train.batches.micro_batches import Batches
@@ -76,6 +79,7 @@ class StreamedBatches:
     """The micro-batches of each step, sent to the ranks that compute them.
 
     Attributes:
+        output_dir: the run's directory, in whose metrics.jsonl bad rows are recorded that are left out.
         stream, steps: the stream of samples, and the steps made from it. Both are None on ranks that do not read files.
             The first rank of each model replica reads files.
     """
@@ -84,12 +88,19 @@ class StreamedBatches:
     stream: Stream | None
     steps: StreamedSteps | None
     mesh: Mesh
+    output_dir: Path
     _numbers: list[int] = field(default_factory=list)
 
     def train(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of the next step. `step` is ignored, because a stream is read in order."""
+        """Return this rank's micro-batches of the next step. `step` only dates records, because a stream is read in
+        order.
+        """
         plan = self.batches.plan
         sent = self._receive() if self.steps else None
+        if self.stream and dist.get_rank() == 0:
+            for problem in self.stream.left_out:
+                record_decision(self.output_dir, step + 1, "bad_row", f"left out: {problem}")
+            self.stream.left_out.clear()
         received = broadcast(
             sent,
             stage_fields(plan.layout, plan.heads.layers),

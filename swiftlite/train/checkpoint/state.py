@@ -3,10 +3,10 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import NotRequired, TypedDict  # pydantic does not accept typing's before Python 3.12
+from typing_extensions import TypedDict  # pydantic does not accept typing's before Python 3.12
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import read_json
