@@ -1,4 +1,4 @@
-"""Encoded rows as a few arrays: 8 bytes per token and about 70 bytes per row, instead of one object per row.
+"""Encoded rows as a few arrays: 8 bytes per token and about 80 bytes per row, instead of one object per row.
 
 A `Part` has consecutive rows of one file. `row_cache.py` stores parts in files, which all ranks of a machine map into
 their memory. `EncodedRows` are the rows of all files, and `Samples` are some of their samples, which are created when

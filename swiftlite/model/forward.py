@@ -81,7 +81,7 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 
 @contextmanager
 def between_groups(check: Callable[[], None]) -> Iterator[None]:
-    """In this context, let `run_batches` call a function before each group of micro-batches without gradients.
+    """Let `run_batches` call a function before each group of micro-batches without gradients, in this context.
 
     The function is called on all ranks, and may raise an exception on all of them.
     """

@@ -1,8 +1,8 @@
 """Find steps that must not be applied (`--skip_bad_steps`).
 
 A step is bad if its loss or the norm of its gradients is not finite, or lies more than SIGMA standard deviations above
-the mean of the last applied steps. OLMo-core's SkipStepOptimizer has this rule, but also skips steps far below the
-mean, and compares with skipped steps as well. Here a row of bad steps does not become the norm.
+the mean of the last applied steps. OLMo-core's SkipStepOptimizer has this rule, but also skips steps far below it,
+and compares with skipped steps as well. Here a row of bad steps does not become the norm.
 """
 
 import math

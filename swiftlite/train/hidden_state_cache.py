@@ -156,7 +156,7 @@ class HiddenStateCache:
             if content is None:
                 return None, MISSING
             return load(content), WHOLE
-        except SafetensorError:  # its bytes are those that were written, but nobody should have written them
+        except SafetensorError:  # a file of another program, with the digest of its bytes
             self._records.remove(key)
         except DamagedRecord as damaged:
             logger.warning("%s: %s is damaged", FLAG, damaged)

@@ -55,7 +55,7 @@ class RecordFiles:
         return self._find(key) is not None
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the record with this key; None if there is none.
+        """Return the record with this key; None if it does not exist.
 
         Raises:
             DamagedRecord: its bytes are missing or others. It is removed, so that there is no such record afterwards.

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swiftlite import rules
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.base.errors import UserError
 from swiftlite.report.metrics import decisions_in
 from swiftlite.train import bad_steps, phases
@@ -25,6 +25,10 @@ from swiftlite.train.trainer import Trainer
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 from tests.torchao_here import torchao as torchao
+from tests.train.completions import make_teacher, policy_options, store
+from tests.train.conftest import options_in
+from tests.train.distilled import gkd_options
+from tests.train.pairs import write_pairs
 from tests.train.prepared import prepare
 from tests.train.test_sft import metrics
 
@@ -166,6 +170,49 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         if slot.main is not None:
             found[f"{number}.step"] = float(slot.inner.state[slot.main].get("step", 0.0))
     return found
+
+
+def sft_stream(directory: Path, mesh, model: Path) -> SftArgs:
+    return options_in(directory, model)(streaming=True, split_dataset_ratio=0.0)
+
+
+def dpo(directory: Path, mesh, model: Path) -> SftArgs:
+    usual = options_in(directory, model)()
+    pairs = str(write_pairs(directory / "pairs.jsonl"))
+    return DpoArgs(**vars(usual) | {"dataset": [pairs], "global_batch_size": 4})
+
+
+def grpo(directory: Path, mesh, model: Path) -> SftArgs:
+    args = policy_options(model, directory)(train_iters=2, rollouts_from=str(directory / "rollouts"))
+    for number in range(2):
+        store(replace(args, rollouts_from=None), mesh, directory / "rollouts", number)
+    return args
+
+
+def gkd(directory: Path, mesh, model: Path) -> SftArgs:
+    return gkd_options((model, make_teacher(directory / "teacher")), directory)(train_iters=2, lmbda=0.0)
+
+
+METHODS = {
+    "stream": (sft_stream, "row "),
+    "dpo": (dpo, "pairs.jsonl:"),
+    "grpo": (grpo, "prompts.jsonl:"),
+    "gkd": (gkd, "rows.jsonl:"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_of_every_method_can_be_skipped(tmp_path, mesh, hf_dir, name):
+    make_args, row = METHODS[name]
+    args = make_args(tmp_path, mesh, hf_dir)
+    skips = run(replace(args, skip_bad_steps=6.0), mesh, {2: NAN})
+    (decision,) = decisions_in(metrics(skips))
+    assert decision["step"] == 2
+    assert decision["rows"]
+    assert all(row in each for each in decision["rows"])
+    left_out = replace(args, output_dir=str(tmp_path / "left_out"))
+    last = f"checkpoint-{args.train_iters}"
+    assert tensors_of(skips / last) == tensors_of(run(left_out, mesh, {}, without_update(2)) / last)
 
 
 def test_a_resumed_run_skips_the_steps_of_an_unbroken_one(options, mesh, tmp_path, monkeypatch):

@@ -3,16 +3,37 @@
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from swiftlite.args.commands import SftArgs
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.data import encoded_rows
+from swiftlite.data.encoded_rows import (
+    COLUMNS,
+    ROW_COLUMNS,
+    SEQUENCE_COLUMNS,
+    EncodedRows,
+    Part,
+    PartFacts,
+    Samples,
+    keys_of,
+)
+from swiftlite.data.rows.sources import DataFile
+from swiftlite.data.sample import digest
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.kernels import Machine
+from swiftlite.plan.run import make_plan
 from swiftlite.train import run as training
+from swiftlite.train.batches import micro_batches
+from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.hidden_state_cache import _DistinctRows
 from tests.messages import naming
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
@@ -198,6 +219,42 @@ def test_other_states_are_refused(options, mesh, tmp_path, hf_dir, monkeypatch):
     refused("cache.json is damaged")
 
 
+def many_samples(number: int, length: int = 12) -> Samples:
+    """Return samples as they are read from files: arrays. Of each two neighbors the tokens are equal."""
+    generator = np.random.RandomState(0)
+    tokens = np.repeat(generator.randint(5, 1000, (number // 2, length)), 2, axis=0)
+    columns: dict[str, Any] = {name: np.zeros(number) for name in SEQUENCE_COLUMNS | ROW_COLUMNS}
+    columns |= {"input_ids": tokens.ravel(), "loss_scale": np.tile(np.arange(length) > 5, number)}
+    columns |= {"lengths": np.full(number, length), "channels": np.full(number, -1), "numbers": np.arange(number)}
+    columns |= dict.fromkeys(("num_sequences", "num_samples", "trains_heads"), np.ones(number))
+    part = Part({name: values.astype(COLUMNS[name]) for name, values in columns.items()}, PartFacts())
+    assert part.is_consistent()
+    return EncodedRows([(DataFile(Path("rows.jsonl")), [part])]).samples_of(np.arange(number))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_the_cache_computes_of_all_rows_takes_few_bytes_of_each(monkeypatch, packing):
+    monkeypatch.setattr(encoded_rows, "CHUNK_SAMPLES", 512)
+    monkeypatch.setattr(micro_batches, "CHUNK_SAMPLES", 512)
+    samples = many_samples(40_000)
+    plan = make_plan(SftArgs(packing=packing, max_length=30), 1, Heads(1))
+    no_flops: Any = None  # not needed, because steps are not packed separately
+    batches = Batches(plan, 0, 0, no_flops)
+    rows, held_out = batches.rows(samples), batches.rows(samples[:0])
+    tracemalloc.start()
+    keys = keys_of(samples)
+    distinct = _DistinctRows.of(batches, rows, held_out)
+    lengths = distinct.lengths(batches)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * len(samples)  # with samples or digests as objects, more than 1,000
+    expected = {digest(row): sum(map(len, row)) for row in (rows[number] for number in range(len(rows)))}
+    assert len(distinct) == len(expected)
+    assert lengths.sum() == sum(expected.values())
+    assert digest(distinct[7]) in expected
+    assert [int(key).to_bytes(8, "little").hex() for key in keys[:9]] == [digest([each])[:16] for each in samples[:9]]
+
+
 def swap_two(index: Path, data: Path) -> None:
     """Exchange the places of two records in the index."""
     content = index.read_bytes()
@@ -220,7 +277,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], int]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", some_of(DAMAGES, "a bit", "cut to one", "exchanged"))
 def test_damaged_states_are_computed_again(options, mesh, tmp_path, passes, damage):
     cache = tmp_path / "cache"
     args = options(**HEADS, cache_trunk_states=str(cache))

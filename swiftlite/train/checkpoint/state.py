@@ -40,7 +40,7 @@ class StreamState(TypedDict):
 
 
 class BadStepsState(TypedDict):
-    """What --skip_bad_steps compares steps with, from `BadSteps.state`."""
+    """The values that --skip_bad_steps compares steps with, and its counts, from `BadSteps.state`."""
 
     recent: dict[str, list[float]]
     in_a_row: _Count
