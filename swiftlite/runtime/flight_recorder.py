@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from torch._C import _distributed_c10d
+from torch._C import _distributed_c10d as c10d
 
 PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
 """Environment variable with the path of the file, without the number of the rank."""
@@ -16,9 +16,10 @@ PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
 
 def last_collective() -> str:
     """Return the last operation of this process in words; empty if none was recorded (or before torch 2.9)."""
-    if not hasattr(_distributed_c10d, "_dump_fr_trace_json"):
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    if dump is None:
         return ""
-    entries = json.loads(_distributed_c10d._dump_fr_trace_json()).get("entries", [])
+    entries = json.loads(dump()).get("entries", [])
     if not entries:
         return ""
     last = max(entries, key=lambda entry: entry["record_id"])
@@ -30,4 +31,4 @@ def write_trace(rank: int) -> None:
     """Write the recorded operations to the file of this rank, if the environment names one."""
     prefix = os.environ.get(PREFIX)
     if prefix and Path(prefix).parent.is_dir() and last_collective():
-        Path(f"{prefix}{rank}").write_bytes(_distributed_c10d._dump_fr_trace())
+        Path(f"{prefix}{rank}").write_bytes(c10d._dump_fr_trace())  # pyright: ignore[reportAttributeAccessIssue]

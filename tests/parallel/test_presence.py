@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from tests.parallel.launch import launch
 pytestmark = pytest.mark.gloo
 
 LIMIT = 4  # seconds
+MINUTES: Any = LIMIT / 60  # options have whole minutes
 
 
 def tokenize(slow: int, places: list[str]) -> tuple[str, float]:
     """Work for twice the time limit on rank `slow`, then take a step; return what the first rank of the machine did."""
     presence.BEAT_SECONDS = 0.5
-    with session(timeout_minutes=LIMIT / 60):
+    with session(timeout_minutes=MINUTES):
         os.environ["GROUP_RANK"] = places[dist.get_rank()]
         machine = this_machine()
         is_slow = dist.get_rank() == slow
@@ -50,7 +52,7 @@ def hang(directory: Path, hanging: int, place: str) -> tuple[str, float]:
     own.write_text(str(os.getpid()))
     start = time.monotonic()
     try:
-        with session(timeout_minutes=LIMIT / 60):
+        with session(timeout_minutes=MINUTES):
             machine = this_machine()
             if dist.get_rank() == hanging:
                 os.kill(os.getpid(), signal.SIGSTOP)
