@@ -139,8 +139,10 @@ def _set_aside(checkpoint: Path) -> Path:
 def _record(run: Path, chosen: str, damaged: dict[str, str]) -> None:
     """Record a decision for each damaged checkpoint."""
     step = _step_of(chosen) if chosen else 0
-    source = chosen or "its first step"
     for name, problem in damaged.items():
+        source = chosen or "its first step"
+        if chosen == name:
+            source = "its copy in the store"
         decision = f"{problem}; the run continues from {source}"
         record_decision(run, step, "damaged_checkpoint", decision, lost_steps=_step_of(name) - step)
 
