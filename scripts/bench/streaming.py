@@ -62,7 +62,7 @@ def pass_over(file: str, number: int) -> float:
 
     found = find_rows(file)
     assert isinstance(found, DataFile)
-    part = FilePart([found])
+    part = FilePart({0: found}, {})
     start = time.perf_counter()
     for _ in range(number):
         next(part)
