@@ -15,6 +15,7 @@ from swiftlite.data.dataset import Data, DataReport
 from swiftlite.data.sample import Sample
 from swiftlite.families.resolved import resolve
 from swiftlite.runtime.agreement import digest
+from swiftlite.store.manifest import MANIFEST_FILE, write_manifest
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import has_line, mentions, naming
@@ -174,6 +175,8 @@ def test_a_stream_of_an_earlier_release_does_not_resume_over_longer_files(option
     sizes = [Path(args.dataset[0]).stat().st_size]
     state["data"]["rows"] = digest({"held out": state["data"]["rows"], "sizes": sizes})
     path.write_text(json.dumps(state))
+    (path.parent / MANIFEST_FILE).unlink()
+    write_manifest(path.parent, {})
     again = replace(args, train_iters=4, resume=True)
     prepare(again, mesh)
     add_a_row(args, None)
