@@ -98,7 +98,7 @@ class Presence:
                     logger.info("waiting for rank %s (%s) since %.0f s", names, what, now - start)
 
     def find_hanging(self, what: str) -> LostRank | None:
-        """Return an error that names a rank without signs of life, after a step has failed; None if there is none.
+        """Return an error that names a rank without signs of life, after a step has failed; None if every rank gives some.
 
         Args:
             what: what this rank waited for.
@@ -115,7 +115,7 @@ class Presence:
                 if all(self._seen[rank] != first[rank] for rank in others):
                     return None
                 time.sleep(POLL_SECONDS)
-        except RuntimeError:  # the store is gone as well
+        except RuntimeError:  # the store has ended as well
             pass
         return None
 

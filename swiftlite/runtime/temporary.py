@@ -28,7 +28,7 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
         with (directory / f"{OWNER}.incomplete").open("w") as owner:
             owner.write(os.uname().nodename)
             owner.flush()
-            with suppress(OSError):  # a file system without locks; then nobody can take the lock either
+            with suppress(OSError):  # a file system without locks; then no other process can take the lock either
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (directory / f"{OWNER}.incomplete").rename(directory / OWNER)  # it is locked as soon as others see it
             yield directory
