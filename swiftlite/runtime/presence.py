@@ -98,7 +98,7 @@ class Presence:
                     logger.info("waiting for rank %s (%s) since %.0f s", names, what, now - start)
 
     def find_hanging(self, what: str) -> LostRank | None:
-        """Return an error that names a rank without signs of life, after a step has failed; None if every rank gives some.
+        """Return an error that names a rank without signs of life, after a step has failed; None without such a rank.
 
         Args:
             what: what this rank waited for.
