@@ -32,6 +32,7 @@ from swiftlite.serve import deploy
 from swiftlite.serve.bench import report
 from swiftlite.serve.bench.measure import ServerResult, Target, describe, measure
 from swiftlite.serve.bench.page import bench_chart, bench_page
+from swiftlite.serve.bench.results import ConcurrencyResult
 from swiftlite.serve.bench.servers import GetServer, all_together, fit_together, one_at_a_time
 
 DRAWN = ("bench.svg", "bench.html")
@@ -113,22 +114,25 @@ def _measure_all(
     """
     output_dir = Path(args.output_dir)
     environment = report.describe_environment(args)
-    for name in DRAWN:  # files of an earlier run
-        (output_dir / name).unlink(missing_ok=True)
     servers: list[ServerResult] = []
     content: dict[str, Any] = {}
     seconds = _seconds_of_round(args, number)
+
+    def write(results: Sequence[ConcurrencyResult]) -> None:
+        for server, result in zip(servers[-len(results) :], results, strict=True):
+            server.measured.append(result)
+        is_last = len(servers) == number and len(servers[-1].measured) == len(args.concurrency)
+        content.update(environment | {"prompts": len(results[0].rounds[0].answers)})
+        content.update(report.to_json(args, servers, is_complete=is_last))
+        atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
+        for name in DRAWN:  # files of an earlier run
+            (output_dir / name).unlink(missing_ok=True)
+
     for group in groups:
-        measured = [ServerResult.of(target) for target in group]
-        servers += measured
-        for results in measure(args, group, prompts, sampling, seconds):
-            for server, result in zip(measured, results, strict=True):
-                server.measured.append(result)
-            # The first measurement decides how many prompts there is time for.
-            prompts, seconds = prompts[: len(results[0].rounds[0].answers)], None
-            is_last = len(servers) == number and len(measured[0].measured) == len(args.concurrency)
-            content = environment | {"prompts": len(prompts)} | report.to_json(args, servers, is_complete=is_last)
-            atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
+        servers += [ServerResult.of(target) for target in group]
+        measure(args, group, prompts, sampling, seconds, write)
+        # The first measurement decides how many prompts there is time for.
+        prompts, seconds = prompts[: content["prompts"]], None
     return servers, content
 
 

@@ -7,7 +7,7 @@ machine then slow down both servers, and the ratio of their speeds stays the sam
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -108,28 +108,21 @@ def measure(
     targets: Sequence[Target],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    seconds: float | None = None,
-) -> Iterator[list[ConcurrencyResult]]:
-    """Send every prompt to each server `args.rounds` times at every concurrency; yield the servers' results after each
-    concurrency.
+    seconds: float | None,
+    after_concurrency: Callable[[list[ConcurrencyResult]], None],
+) -> None:
+    """Send every prompt to each server `args.rounds` times at every concurrency.
 
     Args:
         targets: running servers, which answer in turn.
         seconds: time after which the first server's first round starts no further prompt. The other rounds and servers
             get as many prompts.
+        after_concurrency: called with the result of each server after each concurrency.
 
     Raises:
         UserError: a server rejected a prompt or stopped responding.
     """
-    with asyncio.Runner() as runner:
-        results = _measure(args, targets, prompts, sampling, seconds)
-        try:
-            while True:
-                yield runner.run(anext(results))
-        except StopAsyncIteration:
-            pass
-        finally:
-            runner.run(results.aclose())
+    asyncio.run(_measure(args, targets, prompts, sampling, seconds, after_concurrency))
 
 
 async def _measure(
@@ -138,7 +131,8 @@ async def _measure(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     seconds: float | None,
-) -> AsyncGenerator[list[ConcurrencyResult], None]:
+    after_concurrency: Callable[[list[ConcurrencyResult]], None],
+) -> None:
     async with AsyncExitStack() as stack:
         clients = []
         for target in targets:
@@ -149,7 +143,7 @@ async def _measure(
             measurements = [Measurement(*pair) for pair in zip(targets, clients, strict=True)]
             results = await _measure_one(args, measurements, concurrency, prompts, seconds)
             prompts, seconds = prompts[: len(results[0].rounds[0].answers)], None
-            yield results
+            after_concurrency(results)
 
 
 async def _warm_up(args: BenchArgs, measurements: Sequence[Measurement], prompts: Sequence[Sequence[int]]) -> None:

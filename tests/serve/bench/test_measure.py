@@ -42,7 +42,7 @@ def test_a_server_that_dies_while_it_is_asked(tmp_path, start):
     url, port = free_url()
     command = ServerCommand([sys.executable, "-c", DYING, str(port)])
     with start({0: command}, {0: url}, tmp_path) as get, pytest.raises(UserError, match="out of memory"):
-        list(measure(BenchArgs(concurrency=[1, 2]), [Target(0, get(0))], [[1], [2]], Sampling(4)))
+        measure(BenchArgs(concurrency=[1, 2]), [Target(0, get(0))], [[1], [2]], Sampling(4), None, print)
 
 
 def test_the_server_that_died_is_named(tmp_path):
@@ -54,7 +54,7 @@ def test_the_server_that_died_is_named(tmp_path):
     with all_together(commands, urls, tmp_path) as get:
         targets = [Target(0, get(0)), Target(1, get(1))]
         with pytest.raises(UserError, match="out of memory"):
-            list(measure(BenchArgs(concurrency=[1]), targets, [[1]], Sampling(4)))
+            measure(BenchArgs(concurrency=[1]), targets, [[1]], Sampling(4), None, print)
 
 
 class Counting:
