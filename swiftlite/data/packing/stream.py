@@ -212,8 +212,6 @@ class Stream(Iterator[StreamSample]):
     Attributes:
         num_read: number of rows whose samples have all been returned.
         rows_per_epoch: number of rows of each part (`FilePart`), 0 until the number is known.
-        left_out: messages about bad rows that were left out since the caller has last removed them; the same on every
-            reader.
 
     Args:
         files: files in formats that are read row by row, without sampling.
@@ -249,7 +247,7 @@ class Stream(Iterator[StreamSample]):
         self._max_bad_rows = max_bad_rows
         self._system = system
         self._has_warned = False
-        self.left_out: list[str] = []
+        self._left_out: list[str] = []
         zeros = [0] * self._mixture.num_parts
         state = state or {"num_read": 0, "piece": 0, "rows_per_epoch": zeros, "num_kept": zeros, "num_bad": 0}
         self.num_read: int = state["num_read"]
@@ -282,6 +280,11 @@ class Stream(Iterator[StreamSample]):
     def owner(self, entry: StreamSample) -> int:
         """Return the reader that holds the sample."""
         return self._readers.owner(entry.row)
+
+    def take_left_out(self) -> list[str]:
+        """Return messages about the bad rows that were left out since the last call, the same on every reader."""
+        taken, self._left_out = self._left_out, []
+        return taken
 
     def state(self) -> dict[str, Any]:
         """Return the state of this stream for JSON; a new `Stream` can continue from it.
@@ -394,7 +397,7 @@ class Stream(Iterator[StreamSample]):
         else:
             self._num_bad += 1
             if self._num_bad <= self._max_bad_rows:
-                self.left_out.append(self._readers.say(self._readers.owner(row), str(encoded.bad)))
+                self._left_out.append(self._readers.say(self._readers.owner(row), str(encoded.bad)))
                 return
             problem = str(encoded.bad)
             if self._max_bad_rows:

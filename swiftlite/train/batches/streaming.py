@@ -97,10 +97,11 @@ class StreamedBatches:
         """
         plan = self.batches.plan
         sent = self._receive() if self.steps else None
-        if self.stream and dist.get_rank() == 0:
-            for problem in self.stream.left_out:
-                record_decision(self.output_dir, step + 1, "bad_row", f"left out: {problem}")
-            self.stream.left_out.clear()
+        if self.stream:
+            left_out = self.stream.take_left_out()  # on every reader, because each of them keeps the messages
+            if dist.get_rank() == 0:
+                for problem in left_out:
+                    record_decision(self.output_dir, step + 1, "bad_row", f"left out: {problem}")
         received = broadcast(
             sent,
             stage_fields(plan.layout, plan.heads.layers),
