@@ -23,8 +23,8 @@ def record_decision(run: Path, step: int, fault: str, decision: str, **details: 
 
     Args:
         run: the run's directory. It is created if it does not exist.
-        step: the last step that the decision keeps. A run that resumes from an earlier step removes the line, because
-            it repeats the steps after that.
+        step: number of the step that the decision is about, or of the last completed step. A run that resumes from an
+            earlier step removes the line, because it repeats this step.
         fault: the kind of fault in one word, such as "damaged_checkpoint".
         decision: what was decided and why, in a few words.
         details: further values for JSON, such as what the fault cost ("lost_seconds", "lost_steps").

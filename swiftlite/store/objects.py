@@ -24,13 +24,12 @@ PACKAGE = "obstore"
 _THREADS = 4
 _CHUNK_BYTES = 16 << 20
 SMALL_BYTES = 1 << 20
-_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")  # neither a timeout nor too many requests
-_TEMPORARY = re.compile(r".+#\d+")  # such as __0_0.distcp#1
-
-
-_PART_TAG = re.compile(r"[0-9a-f]{32}(-\d+)?")
+"""Largest file that is sent as bytes, which are read back and compared."""
 TRIES = 3
 """How often content is sent or requested until it arrives undamaged."""
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")  # neither a timeout nor too many requests
+_TEMPORARY = re.compile(r".+#\d+")  # such as __0_0.distcp#1
+_MD5_TAG = re.compile(r"[0-9a-f]{32}(-\d+)?")  # an MD5; with the number of parts, that of the MD5s of all parts
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ class ObjectStore:
         before = None
         for _ in range(TRIES):
             content, tag = _request(receive)
-            if not _PART_TAG.fullmatch(tag) or content == before:
+            if not _MD5_TAG.fullmatch(tag) or content == before:
                 return content
             if tag == hashlib.md5(content, usedforsecurity=False).hexdigest():
                 return content
@@ -219,7 +218,7 @@ class ObjectStore:
             return digests_of(directory / name).sha256 == digests.sha256
         if stored.tag == digests.md5_tag:
             return True
-        if not (self.has_md5_tags and _PART_TAG.fullmatch(stored.tag)):
+        if not (self.has_md5_tags and _MD5_TAG.fullmatch(stored.tag)):
             return None
         is_equal = self.get(name, Path(os.devnull)) == digests.sha256
         if is_equal and stored.tag.partition("-")[2] == digests.md5_tag.partition("-")[2]:

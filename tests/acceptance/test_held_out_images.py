@@ -143,7 +143,8 @@ def test_features_and_positions_matter(hf, reference, prompts, changed):
     setattr(reference, changed, False)
     change_P = (logits_PKV() - right_PKV).abs().amax((1, 2))
     has_images = torch.tensor([bool(prompt.images) for prompt in prompts])
-    assert change_P[has_images].min() > 1e-3  # rounding is below 1e-5
+    # The smallest change on one machine was 5e-3, of logits up to 17; without a change they are bitwise equal (above).
+    assert change_P[has_images].min() > 1e-3
     assert change_P[~has_images].max() == 0
 
 

@@ -279,7 +279,7 @@ class Fault:
 FAULTS = {
     "kill": Fault(kill),
     "hang": Fault(hang, options=("--distributed_timeout_minutes", "1")),
-    "bad_row": Fault(bad_row, base="stream"),
+    "bad_row": Fault(bad_row, base="stream", decision="bad_row"),
     "nan": Fault(nothing, options=("--skip_bad_steps", "6"), environment="nan", reference="omit", decision="bad_step"),
     "damaged_checkpoint": Fault(damaged_checkpoint, decision="damaged_checkpoint"),
     "damaged_copy": Fault(damaged_copy, decision="damaged_copy", store="file"),
