@@ -56,8 +56,8 @@ def test_every_row_knows_its_line(tmp_path, name, data, lines):
 
 
 def compress(path: Path, data: bytes) -> Path:
-    codec = {".gz": "gzip", ".zst": "zstd"}[path.suffix]
-    with pyarrow.output_stream(str(path), compression=codec) as file:
+    compression = {".gz": "gzip", ".zst": "zstd"}[path.suffix]
+    with pyarrow.output_stream(str(path), compression=compression) as file:
         file.write(data)
     return path
 

@@ -275,14 +275,14 @@ def _lines(path: Path) -> Iterator[bytes]:
     Raises:
         UserError: an archive is damaged or incomplete, or has a line that is too long.
     """
-    codec = COMPRESSIONS.get(data_suffix(str(path)))
-    if codec is None:
+    compression = COMPRESSIONS.get(data_suffix(str(path)))
+    if compression is None:
         with path.open("rb") as file:  # binary, because text mode also splits at a single \r
             yield from file
         return
     import pyarrow
 
-    with pyarrow.input_stream(str(path), compression=codec) as stream:
+    with pyarrow.input_stream(str(path), compression=compression) as stream:
         file = io.BufferedReader(cast(io.RawIOBase, stream), BLOCK_BYTES)
         for number in itertools.count(1):
             try:
