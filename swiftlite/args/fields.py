@@ -430,8 +430,9 @@ class OptimArgs:
     """Number of samples per optimizer step over all ranks; gradients are accumulated as needed."""
     num_train_epochs: bounds.PositiveFloat = 1.0
     """Number of passes over the training rows; ignored if --train_iters is set."""
-    train_iters: bounds.PositiveInt | None = None
-    """Number of optimizer steps; overrides --num_train_epochs."""
+    train_iters: bounds.NonNegativeInt | None = None
+    """Number of optimizer steps; overrides --num_train_epochs. With 0 nothing is trained: the run measures the heads as
+    --mtp_init initialized them, and saves checkpoint-0."""
     lr: bounds.PositiveFloat | None = None
     """Peak learning rate. Default: 1e-5; 1e-6 in megatron dpo and grpo; 1e-4 with --tuner_type lora; with --mtp_mode
     heads_only 1e-3 for new heads, and 3e-4 for grafted ones and for those of a quantized model."""

@@ -230,7 +230,9 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
     The last batch is filled up with rows of the next pass, so that every step has the same size.
     """
     num_in_epoch = num_samples * method_of(args).rows_per_prompt(args)
-    steps = args.train_iters or math.ceil(num_in_epoch * args.num_train_epochs / args.global_batch_size)
+    steps = args.train_iters
+    if steps is None:
+        steps = math.ceil(num_in_epoch * args.num_train_epochs / args.global_batch_size)
     return Schedule(
         num_samples=num_samples,
         steps=steps,
@@ -407,7 +409,7 @@ def _global_batch(plan: Plan) -> str:
 
 
 def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
-    if args.train_iters:
+    if args.train_iters is not None:
         steps = f"{args.train_iters} (--train_iters)"
     elif schedule:
         steps = f"at most {schedule.steps} = {schedule.num_samples} rows x {args.num_train_epochs:g} / global batch"

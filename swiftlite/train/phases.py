@@ -335,13 +335,15 @@ def lacks_evaluation(run: Run, step: int) -> bool:
 
 
 def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
-    """Run all steps after step `first`. Before the first and after the last step, evaluate and measure acceptance."""
+    """Run all steps after step `first`. Before the first and after the last step, evaluate and measure acceptance; in a
+    run without steps once.
+    """
 
     def measure(when: Literal["before", "after"], evaluation: Mapping[str, float]) -> None:
         with trainer.evaluating():
             held_out.measure(when, trainer.model, evaluation)
 
-    if run.checkpoint is None:
+    if run.checkpoint is None and run.schedule.steps:
         evaluation = trainer.evaluate(0)
         if not method_of(run.args).evaluates_rows:  # acceptance.json has no place for metrics of completions
             trainer.log(0, evaluation)

@@ -110,7 +110,7 @@ class Trainer:
 
     def fit(self, first: int) -> int:
         """Run all steps after step `first`, with periodic checkpoints and evaluations. There is no evaluation after the
-        last step.
+        last step. A run without steps saves the weights as they were initialized.
 
         Returns:
             The number of the signal that stopped training, in which case a checkpoint was saved; otherwise 0.
@@ -120,6 +120,8 @@ class Trainer:
             self.restart_clock.start(first)
             if all_reduce_max(int(self.lacks_evaluation), self.mesh) and (stopping := self._evaluate(first, stop)):
                 return stopping
+            if not self.schedule.steps:
+                self._save(0)
             for step in range(first + 1, self.schedule.steps + 1):
                 self.log(step - 1, self.restart_clock.before(step))
                 self.profiler.before(step)

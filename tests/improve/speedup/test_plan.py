@@ -75,7 +75,7 @@ def test_training_fits_the_model(make_commands):
     assert small.lr is None  # that of new heads
     assert small.num_train_epochs == 3
     fitted, trained = commands.training([128], ""), make_commands(depth=1).training([128], "model")
-    assert (options_of(fitted).train_iters, options_of(fitted).cache_trunk_states) == (1, None)
+    assert (options_of(fitted).train_iters, options_of(fitted).cache_trunk_states) == (0, None)
     assert options_of(trained).train_iters is None
     assert options_of(trained).cache_trunk_states
     large = make_commands(vocab_size=10_000)
