@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ def run(args: SpeedupArgs) -> None:
     Raises:
         UserError: an option or the model is invalid, or a step failed; completed steps are kept.
     """
+    start = time.monotonic()
     model = resolve_served(args.model)
     _check_template(args, model)
     directory = Path(args.output_dir)
@@ -57,8 +59,9 @@ def run(args: SpeedupArgs) -> None:
         progress = Progress.read(directory, settings)
         if not progress.rounds:
             _check_rows(rows.largest_round())
+        progress.preparation += round(time.monotonic() - start, 1)
         progress.write(directory)
-        if progress.spent:
+        if progress.seconds:
             used = f"{progress.spent / 60:.0f} minutes of --budget {args.budget} are used"
             logger.info("resuming: %d steps are complete, %s", len(progress.seconds), used)
         try:
@@ -181,7 +184,8 @@ class _Speedup:
             return rounds[number - 1]
         largest = self._rows.largest_round()
         if number == 1:
-            prompts = budget.first_round(self._budget, largest, self._seconds_per_prompt())
+            seconds, spent = self._seconds_per_prompt(), self._progress.spent
+            prompts = budget.first_round(self._budget, largest, seconds, spent=spent)
         else:
             times = [self._times_of(each) for each in range(1, number)]
             prompts = budget.next_round(self._budget, self._progress.spent, times, largest)
