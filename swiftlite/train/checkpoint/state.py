@@ -47,6 +47,13 @@ class BadStepsState(TypedDict):
     num_skipped: _Count
 
 
+class Consumed(TypedDict):
+    """What the completed steps have read."""
+
+    tokens: _Count
+    samples: _Count
+
+
 class DataState(TypedDict):
     """Digests of the data, from `phases.data_state`."""
 
@@ -64,6 +71,7 @@ class CheckpointState:
         data: None in checkpoints of earlier releases.
         stream: position of --streaming; None without it.
         bad_steps: state of --skip_bad_steps; None if the run did not use it.
+        consumed: None in checkpoints of earlier releases.
         lora: adapters of the model; None without adapters.
         base: the model that adapters belong to, or from which an export reads a frozen trunk.
         streams_trunk: whether the checkpoint has no decoder layers (--stream_trunk), so that exports read those of
@@ -79,6 +87,7 @@ class CheckpointState:
     data: DataState | None = None
     stream: StreamState | None = None
     bad_steps: BadStepsState | None = None
+    consumed: Consumed | None = None
     lora: Lora | None = None
     base: AdapterBase | None = None
     streams_trunk: bool = False
