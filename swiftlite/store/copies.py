@@ -19,7 +19,7 @@ _RETRY_SECONDS = 120
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     checkpoint: Path
     shares: Shares
 
@@ -44,8 +44,8 @@ class Copies:
     keep: int | None = None
     shares: Shares = field(default_factory=Shares)
     _num_added: int = 0
-    _waiting: _Job | None = None
-    _current: _Job | None = None
+    _waiting: Job | None = None
+    _current: Job | None = None
     _error: str = ""
     _ends: bool = False
     _is_claimed: bool = False
@@ -64,17 +64,18 @@ class Copies:
     def add(self, checkpoint: Path) -> None:
         """Copy a checkpoint that was saved. Every rank must call this function; it returns at once."""
         self._num_added += 1
-        self._add(_Job(checkpoint, self.shares.of(self._num_added)))
+        self._add(Job(checkpoint, self.shares.of(self._num_added)))
 
     def add_alone(self, checkpoint: Path) -> None:
         """Copy a checkpoint of an earlier process. Only the first rank calls this function; it returns at once."""
-        self._add(_Job(checkpoint, Shares()))
+        self._add(Job(checkpoint, Shares()))
 
-    def _add(self, job: _Job) -> None:
+    def _add(self, job: Job) -> None:
         with self._changed:
-            omitted, self._waiting = self._waiting, job
+            omitted, chosen = self._waiting, job
             if omitted and is_ephemeral(job.checkpoint) and not is_ephemeral(omitted.checkpoint):
-                omitted, self._waiting = job, omitted
+                omitted, chosen = job, omitted
+            self._waiting = chosen
             self._changed.notify_all()
         if omitted and self.shares.rank:
             omitted.shares.report([])
@@ -116,14 +117,14 @@ class Copies:
             with self._changed:
                 self._current = None
 
-    def _copy_share(self, job: _Job) -> None:
+    def _copy_share(self, job: Job) -> None:
         copied: list[str] = []
         try:
             copied = self.store.put_share(job.checkpoint, job.shares)
         finally:
             job.shares.report(copied)
 
-    def _copy(self, job: _Job) -> None:
+    def _copy(self, job: Job) -> None:
         start = time.monotonic()
         self._claim()
         checkpoint = job.checkpoint
