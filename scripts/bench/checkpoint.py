@@ -2,10 +2,10 @@
 
     python scripts/bench/checkpoint.py [--ranks 2] [--hidden_size 512] [--layers 6] [--repeats 5] [--distributed]
 
-The ranks are data-parallel, over gloo. The reference is a checkpoint whose tensors are all written by the first rank that
-holds them, as before megatron-core's fully parallel save was used. Steps with and without a checkpoint, and both ways
-to write, alternate in the same processes. The cost of a checkpoint is the time of saving and of the steps until its files
-are complete, minus the time of as many steps without a checkpoint. The results are medians.
+The ranks are data-parallel, over gloo. The reference ("before") is a checkpoint in which each tensor is written by the
+first rank that holds it. Steps with and without a checkpoint, and both ways to write, alternate in the same processes.
+The cost of a checkpoint is the time of saving and of the steps until its files are complete, minus the time of as many
+steps without a checkpoint. The results are medians.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from swiftlite.base.log import logger
 from swiftlite.store.objects import ObjectStore, StoreError, url_of
 from swiftlite.store.retention import delete_oldest, is_ephemeral
 from swiftlite.store.run_store import FLAG, RunStore, own_id
-from swiftlite.store.shares import Shares
+from swiftlite.store.shares import ALONE, Shares
 
 _RETRY_SECONDS = 120
 """For how long a store that does not answer is asked again, while training continues."""
@@ -42,7 +42,7 @@ class Copies:
     store: RunStore
     run: Path
     keep: int | None = None
-    shares: Shares = field(default_factory=Shares)
+    shares: Shares = ALONE
     _num_added: int = 0
     _waiting: Job | None = None
     _current: Job | None = None
@@ -68,7 +68,7 @@ class Copies:
 
     def add_alone(self, checkpoint: Path) -> None:
         """Copy a checkpoint of an earlier process. Only the first rank calls this function; it returns at once."""
-        self._add(Job(checkpoint, Shares()))
+        self._add(Job(checkpoint, ALONE))
 
     def _add(self, job: Job) -> None:
         with self._changed:
@@ -162,9 +162,7 @@ class Copies:
 
 
 @contextmanager
-def copies_of(
-    run: Path, option: str | None, keep: int | None, shares: Shares = Shares()
-) -> Iterator[Copies | None]:
+def copies_of(run: Path, option: str | None, keep: int | None, shares: Shares = ALONE) -> Iterator[Copies | None]:
     """Copy the checkpoints of a run to the store of `--checkpoint_store` until the context ends.
 
     Args:

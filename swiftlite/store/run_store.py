@@ -29,7 +29,7 @@ from swiftlite.runtime.progress import num_restarts
 from swiftlite.store.manifest import MANIFEST_FILE, read_manifest
 from swiftlite.store.objects import SMALL_BYTES, TRIES, ObjectStore, StoreError, digests_of, in_threads, url_of
 from swiftlite.store.retention import EPHEMERAL_FILE, old_ones
-from swiftlite.store.shares import Shares
+from swiftlite.store.shares import ALONE, Shares
 
 FLAG = "--checkpoint_store"
 RUN_FILE = "checkpoint_store.json"
@@ -98,7 +98,7 @@ class RunStore:
         run.mkdir(parents=True, exist_ok=True)
         atomic_write(run / RUN_FILE, content)
 
-    def put_checkpoint(self, checkpoint: Path, shares: Shares = Shares()) -> int:
+    def put_checkpoint(self, checkpoint: Path, shares: Shares = ALONE) -> int:
         """Copy a checkpoint, and the run's other files. An incomplete or different copy of it is replaced, and a
         damaged one repaired.
 

@@ -27,7 +27,7 @@ class Messages(Protocol):
 
 @dataclass(frozen=True)
 class Shares:
-    """The ranks that copy a checkpoint, by default one.
+    """The ranks that copy a checkpoint.
 
     Attributes:
         rank: this rank.
@@ -74,3 +74,7 @@ class Shares:
 
     def _key(self, rank: int) -> str:
         return f"copied/{self.number}/{rank}"
+
+
+ALONE = Shares()
+"""The shares of a single rank."""

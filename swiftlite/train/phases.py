@@ -39,12 +39,12 @@ from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.runtime.presence import key_value_store
 from swiftlite.store.copies import Copies, copies_of
-from swiftlite.store.shares import Shares
+from swiftlite.store.shares import ALONE, Shares
 from swiftlite.train.batches.micro_batches import Batches, SampleRows
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import load_checkpoint
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
-from swiftlite.train.checkpoint.state import CheckpointState, DataState
+from swiftlite.train.checkpoint.state import CheckpointState, Consumed, DataState
 from swiftlite.train.checkpoint.verification import newest_whole_checkpoint
 from swiftlite.train.image_files import changed_images, write_digests
 from swiftlite.train.live_weights import LiveWeights
@@ -118,7 +118,7 @@ class Outcome:
     evaluation: Mapping[str, float]
     times: Mapping[str, float] = field(default_factory=dict)
     first: int = 0
-    consumed: Mapping[str, int] = field(default_factory=dict)
+    consumed: Consumed = field(default_factory=Consumed)
 
 
 def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mesh]:
@@ -150,7 +150,7 @@ def copy_checkpoints(args: SftArgs) -> AbstractContextManager[Copies | None]:
     Raises:
         UserError: when the context ends, the newest checkpoint was not copied; on the first rank.
     """
-    shares = Shares()
+    shares = ALONE
     if dist.get_world_size() > 1:
         shares = Shares(dist.get_rank(), dist.get_world_size(), key_value_store())
     return copies_of(Path(args.output_dir), args.checkpoint_store, args.save_total_limit, shares)
@@ -364,7 +364,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     if run.is_first_rank:
         trainer.summarize(held_out.summary())
     trainer.close()
-    return Outcome(stopped_by, seconds, evaluation, trainer.clock.totals, first, dict(trainer.consumed))
+    return Outcome(stopped_by, seconds, evaluation, trainer.clock.totals, first, trainer.consumed)
 
 
 def finish(run: Run, outcome: Outcome) -> int:
@@ -395,7 +395,7 @@ def report(run: Run, outcome: Outcome) -> None:
             "resumed_from": outcome.first,
             "seconds": round(outcome.seconds, 1),
             "times": {name: round(seconds, 3) for name, seconds in outcome.times.items()},
-            **{f"total_{name}": number for name, number in outcome.consumed.items()},
+            **outcome.consumed.metrics(),
             "evaluation": outcome.evaluation,
             "layout": dict(layout_lines(run.plan)),
             "kernels": run.plan.kernels.described,

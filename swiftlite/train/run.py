@@ -57,7 +57,7 @@ from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, re
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
-from swiftlite.train.checkpoint.state import CheckpointState, Consumed, StreamState
+from swiftlite.train.checkpoint.state import CheckpointState, StreamState
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.hidden_state_cache import check_directory, open_hidden_state_cache
 from swiftlite.train.methods.conversations import image_extras_of
@@ -370,7 +370,7 @@ def make_trainer(
         get_data_state=batches.get_state,
         sources_of=batches.sources_of,
         bad_steps=BadSteps.of(run.mesh, args.skip_bad_steps, state.bad_steps),
-        consumed=state.consumed or Consumed(tokens=0, samples=0),  # else of an earlier release, which did not count
+        consumed=state.consumed,
         lacks_evaluation=run.is_first_rank and phases.lacks_evaluation(run, state.step),
         evaluate_more=batches.evaluate,
         release=batches.release,

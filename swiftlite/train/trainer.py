@@ -95,7 +95,7 @@ class Trainer:
     get_data_state: Callable[[], Mapping[str, Any]] = dict
     sources_of: Callable[[int], Sequence[str]] = lambda step: ()
     bad_steps: BadSteps = field(default=None)  # pyright: ignore[reportAssignmentType]: `__post_init__` sets it
-    consumed: Consumed = field(default_factory=lambda: Consumed(tokens=0, samples=0))
+    consumed: Consumed = field(default_factory=Consumed)
     lacks_evaluation: bool = False
     evaluate_more: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
@@ -248,7 +248,8 @@ class Trainer:
             metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
         metrics |= norms | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
         metrics |= self._speed(sizes, counts, seconds)
-        metrics |= self._consume(tokens=sizes[0], samples=num_samples)
+        self.consumed = self.consumed.and_also(tokens=sizes[0], samples=num_samples)
+        metrics |= self.consumed.metrics()
         return self._checked(step, metrics)
 
     def _update(self, objective: Objective, sums: torch.Tensor) -> dict[str, float]:
@@ -283,12 +284,6 @@ class Trainer:
         yield sum(batch.num_items for batch in batches)
         yield sum(batch.item_squares for batch in batches)
         yield sum(map(self.outside_windows, lengths))
-
-    def _consume(self, tokens: int, samples: int) -> dict[str, int]:
-        """Count the tokens and samples of a step; return the totals as metrics."""
-        before = self.consumed
-        self.consumed = Consumed(tokens=before["tokens"] + tokens, samples=before["samples"] + samples)
-        return {f"total_{name}": number for name, number in self.consumed.items()}
 
     def _speed(self, sizes: Sequence[int], counts: torch.Tensor, seconds: float) -> dict[str, float]:
         """Return the metrics of speed and memory of a step.

@@ -84,4 +84,7 @@ def test_the_bytes_of_a_row_do_not_depend_on_how_texts_are_stored(text):
 def test_a_column_whose_first_text_comes_later_changes_no_row_before_it():
     rows = [{"system": None}, {"system": None}]
     untyped = pyarrow.schema({"system": pyarrow.null()})
-    assert all_bytes(rows, untyped) == all_bytes([*rows, {"system": "a"}], pyarrow.schema({"system": pyarrow.string()}))[:2]
+    assert (
+        all_bytes(rows, untyped)
+        == all_bytes([*rows, {"system": "a"}], pyarrow.schema({"system": pyarrow.string()}))[:2]
+    )

@@ -151,7 +151,9 @@ def test_a_node_that_must_tokenize_is_waited_for(commands, long_sft, start_node,
     limit = ("--distributed_timeout_minutes", 1)
     nodes = [
         start_node("2:2", 0, *limit, *cache),
-        start_node("2:2", 1, *limit, "--dataset_cache", tmp_path / "cache-1", UNATTENDED_FAULT="slow", PYTHONPATH=paths),
+        start_node(
+            "2:2", 1, *limit, "--dataset_cache", tmp_path / "cache-1", UNATTENDED_FAULT="slow", PYTHONPATH=paths
+        ),
     ]
     errors = [node.communicate(timeout=400)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], errors

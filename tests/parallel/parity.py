@@ -273,7 +273,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         first, last = job.steps
         if job.resume:
             load_checkpoint(job.resume, mesh, model, optimizer)
-            trainer.consumed = CheckpointState.read(job.resume).consumed or trainer.consumed
+            trainer.consumed = CheckpointState.read(job.resume).consumed
             scheduler.step(increment=first - 1)
             check_embeddings(model)
         metrics = []

@@ -16,7 +16,7 @@ from swiftlite.store.manifest import MANIFEST_FILE, write_manifest
 from swiftlite.store.objects import ObjectStore, Stored, StoreError, check_store, digests_of, url_of
 from swiftlite.store.retention import EPHEMERAL_FILE
 from swiftlite.store.run_store import RUN_FILE, RunStore, claim_store, fetch_newest
-from swiftlite.store.shares import Shares
+from swiftlite.store.shares import ALONE, Shares
 from tests.messages import mentions
 from tests.store.s3 import S3, content_of, faulty_line, s3_server
 
@@ -72,9 +72,7 @@ def prepare_store(run: Path, url: str, *, resume: bool) -> None:
     claim_store(run, url, resume=resume)
 
 
-def add_checkpoint(
-    run: Path, step: int, content: str = "", *, num_ranks: int = 1, is_ephemeral: bool = False
-) -> Path:
+def add_checkpoint(run: Path, step: int, content: str = "", *, num_ranks: int = 1, is_ephemeral: bool = False) -> Path:
     checkpoint = run / f"checkpoint-{step}"
     checkpoint.mkdir()
     for rank in range(num_ranks):
@@ -198,11 +196,13 @@ def test_each_rank_copies_the_files_that_it_has_written(url, run, ranks, tmp_pat
 def test_the_first_rank_copies_what_others_could_not(run, ranks, tmp_path):
     url = url_of(str(tmp_path / "store"))
     prepare_store(run, url, resume=False)
-    (tmp_path / "file").write_text("")
-    broken = store_of(url_of(str(tmp_path / "file")))
+    broken = store_of(url_of(str(tmp_path / "broken")))
+    (tmp_path / "broken").rmdir()
+    (tmp_path / "broken").write_text("")  # a file in place of the directory
     copies = [Copies(store_of(url), run, shares=ranks[0]), *(Copies(broken, run, shares=each) for each in ranks[1:])]
+    checkpoint = add_checkpoint(run, 2, num_ranks=3)
     for each in copies:
-        each.add(run / "checkpoint-2" if (run / "checkpoint-2").exists() else add_checkpoint(run, 2, num_ranks=3))
+        each.add(checkpoint)
     for each in reversed(copies):
         each.finish()
     assert content_of(url) == files(run)
@@ -211,10 +211,15 @@ def test_the_first_rank_copies_what_others_could_not(run, ranks, tmp_path):
 def test_a_rank_without_a_report_holds_up_no_run_that_has_failed(run, ranks, tmp_path):
     url = url_of(str(tmp_path / "store"))
     prepare_store(run, url, resume=False)
-    with pytest.raises(ZeroDivisionError), copies_of(run, url, None, ranks[0]) as copies:
-        assert copies is not None
-        copies.add(add_checkpoint(run, 2, num_ranks=3))
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with copies_of(run, url, None, ranks[0]) as copies:
+            assert copies is not None
+            copies.add(add_checkpoint(run, 2, num_ranks=3))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert content_of(url) == files(run)
 
 
@@ -509,7 +514,7 @@ def test_the_last_failure_is_an_error(run, tmp_path):
 
 
 def test_an_unexpected_error_in_the_thread_is_reported(run, tmp_path, monkeypatch):
-    def fail(self, checkpoint):
+    def fail(self, checkpoint, shares):
         raise RuntimeError("out of threads")
 
     monkeypatch.setattr(RunStore, "put_checkpoint", fail)
@@ -525,7 +530,7 @@ def test_what_is_copied_is_not_deleted(run, tmp_path):
     copies = Copies(store_of(url), run)
     checkpoint = add_checkpoint(run, 2)
     with copies._changed:  # the thread cannot finish meanwhile
-        copies._waiting = Job(checkpoint, Shares())
+        copies._waiting = Job(checkpoint, ALONE)
         assert copies.in_use == {checkpoint}
         copies._changed.notify_all()
     copies.finish()

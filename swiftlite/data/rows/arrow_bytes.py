@@ -1,7 +1,7 @@
 """Return bytes that identify the rows of an Arrow batch, for digests, without converting rows to Python.
 
-The bytes of a row depend on its values alone: not on the other rows of the batch, and not on the place of the row in its
-file. Each column has several parts: which values are null, then for those that are not, the numbers of elements of
+The bytes of a row depend on its values alone: not on the other rows of the batch, and not on the place of the row in
+its file. Each column has several parts: which values are null, then for those that are not, the numbers of elements of
 lists, the lengths of texts, and their bytes.
 """
 
