@@ -471,13 +471,16 @@ class RunArgs:
     Without a checkpoint, start from the beginning."""
     save_steps: bounds.PositiveInt = 500
     """Number of steps between checkpoints; another one is written at the end."""
+    ephemeral_save_steps: bounds.PositiveInt | None = None
+    """Number of steps between additional checkpoints, each of which is deleted as soon as a newer checkpoint is
+    complete. Default: none."""
     max_restarts: bounds.NonNegativeInt = 0
     """How often the run is restarted from its newest complete checkpoint after a process or a node has failed. 0: a
     failure ends the run. Errors that would repeat are not restarted, such as wrong options."""
     async_save: bool = False
     """Write checkpoints in a subprocess while training continues."""
     save_total_limit: bounds.PositiveInt | None = None
-    """Number of newest checkpoints to keep. Default: all."""
+    """Number of newest checkpoints to keep, without that of --ephemeral_save_steps. Default: all."""
     checkpoint_store: str | None = None
     """URL of an object store (s3://, gs://, az://) or another directory, to which checkpoints are copied while training
     continues; --resume also finds the newest checkpoint there. Requires the package obstore."""

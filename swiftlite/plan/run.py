@@ -63,6 +63,7 @@ class Plan:
     lr: float
     min_lr: float
     save_steps: int
+    ephemeral_save_steps: int | None
     eval_steps: int
 
 
@@ -129,6 +130,7 @@ def make_plan(
         lr=lr,
         min_lr=min_lr_of(args, lr),
         save_steps=args.save_steps,
+        ephemeral_save_steps=args.ephemeral_save_steps,
         eval_steps=args.eval_steps or args.save_steps,
     )
 
@@ -427,12 +429,15 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
         evaluates = f"every {plan.eval_steps} steps on {held_out}"
         if not method_of(args).evaluates(args):
             evaluates = f"acceptance of drafts before and after training, on {held_out}"
+    saves = f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"
+    if plan.ephemeral_save_steps:
+        saves += f"; every {plan.ephemeral_save_steps} steps, keeps it until the next checkpoint"
     return [
         ("dataset", dataset),
         ("steps", steps),
         ("learning rate", learning_rate),
         ("evaluates", evaluates),
-        ("saves", f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"),
+        ("saves", saves),
         ("seed", str(args.seed)),
         *_profile_lines(args),
     ]

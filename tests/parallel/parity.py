@@ -273,6 +273,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         first, last = job.steps
         if job.resume:
             load_checkpoint(job.resume, mesh, model, optimizer)
+            trainer.consumed = CheckpointState.read(job.resume).consumed
             scheduler.step(increment=first - 1)
             check_embeddings(model)
         metrics = []
@@ -282,7 +283,7 @@ def compute(job: Job) -> list[dict[str, float]]:
                 save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config, plan.lora)
         with whole_parameters(wrapped):
             if job.save:
-                checkpointer.save(last)
+                checkpointer.save(last, {"consumed": trainer.consumed})
                 trainer.close()
             check_embeddings(model)
             _save(model, job.out_dir / "weights", family, hf_config, plan.lora)

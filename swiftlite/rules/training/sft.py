@@ -230,6 +230,7 @@ RULES = (
     common.output_dir_is_given,
     sft_resume.output_dir_is_not_the_model,
     sft_resume.output_dir_fits_resume,
+    sft_resume.ephemeral_saves_are_frequent,
     sft_resume.resume_knows_the_options,
     sft_resume.resume_has_steps_left,
     sft_resume.resume_keeps_the_command,
