@@ -9,81 +9,110 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from swiftlite.args.commands import ExportArgs
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.export.run import convert
 from swiftlite.families.serving.stock import DRAFTING
+from tests.e2e.conftest import Commands
 from tests.e2e.vllm_here import Served, serve
-from tests.engines.reference import Reference, follow, write_trained
+from tests.engines.reference import Counts, Reference, follow, write_trained
+from tests.messages import answers_equal, mention_each, mentions
+from tests.stock_exports import CLASSES, SIZES, export_for_stock
 from tests.tiers import some_of
+from tests.tiny import make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 NEW_TOKENS = 16
-# The heads of published SmolLM3 models have no rotary embeddings, which vLLM's classes always have.
-SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"head_dim": 64},
-    "qwen3": {"head_dim": 128},
-    "mistral": {"sliding_window": 6},
-    "phi3": {"sliding_window": 6},
-    "smollm3": {"no_rope_layers": [0, 1]},
-}
-CLASSES = {
-    **dict.fromkeys(("llama", "mistral", "qwen3", "granite", "phi3", "smollm3"), "HYV3MTP"),
-    **dict.fromkeys(("qwen2", "seed_oss"), "MiMoMTP"),
-}
 
 
-@pytest.fixture
-def exported(tmp_path, mesh) -> Callable[[str], tuple[Path, Reference, list[list[int]]]]:
-    """Return a function that exports a trained tiny model of a family, and returns the directory, a reference and
-    prompts."""
-
-    def export(family: str) -> tuple[Path, Reference, list[list[int]]]:
-        trained, run, directory = tmp_path / "trained", tmp_path / "run", tmp_path / "hf"
-        draft_as = partial(follow, drafting=DRAFTING)
-        prompts = write_trained(trained, family, 1, family == "llama", 3, draft_as, **SIZES.get(family, {}))
-        config = json.loads((trained / "config.json").read_text())
-        (trained / "config.json").write_text(json.dumps(config | {"mtp_drafting": DRAFTING.to_json()}))
-        convert(ExportArgs(model=str(trained), output_dir=str(run), to_mcore=True), mesh)
-        convert(ExportArgs(model=str(run), output_dir=str(directory), to_hf=True), mesh)
-        return directory, draft_as(Reference.load(trained, family, depth=1)), prompts
-
-    return export
+def without_plugins(function: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ["VLLM_PLUGINS"] = ""
+    return function(*arguments)
 
 
 def served_without_plugins(directory: Path, prompts: list[list[int]], num_tokens: int) -> tuple[Served, str]:
     """Return the results of vLLM, and the module of the function that selects its draft classes, which the plugin
     replaces."""
-    os.environ["VLLM_PLUGINS"] = ""
-    served = serve(directory, prompts, NEW_TOKENS, num_tokens)
+    served = without_plugins(serve, directory, prompts, NEW_TOKENS, num_tokens)
     from vllm.config.speculative import SpeculativeConfig
 
     return served, SpeculativeConfig.hf_config_override.__module__
 
 
+def counts_of_transformers(directory: Path, prompts: list[list[int]], num_tokens: int) -> Counts:
+    config = EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=num_tokens)
+    engine = start_engine("transformers", config)
+    engine.generate(prompts, Sampling(NEW_TOKENS))
+    counts = engine.draft_counts()
+    return Counts(counts.drafts, counts.drafted, counts.accepted_per_position)
+
+
 @pytest.mark.parametrize("family", some_of(CLASSES, "llama", "qwen2"))
-def test_counts_of_vllm_without_plugins(family, exported, vllm_host):
-    directory, reference, prompts = exported(family)
+def test_counts_of_vllm_without_plugins(family, vllm_host, tmp_path, mesh):
+    draft_as = partial(follow, drafting=DRAFTING)
+    prompts = write_trained(tmp_path / "model", family, 1, family == "llama", 3, draft_as, **SIZES.get(family, {}))
+    reference = draft_as(Reference.load(tmp_path / "model", family, depth=1))
+    directory = export_for_stock(tmp_path / "model", tmp_path, mesh)
     for num_tokens in (1, 3):
         served, module = vllm_host.call(partial(served_without_plugins, directory, prompts, num_tokens))
         expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
         assert (module, served.draft) == ("vllm.config.speculative", CLASSES[family])
         assert served.token_ids == expected
-        found = served.counts
-        assert (found.drafts, found.drafted, found.accepted_per_position) == tuple(vars(counts).values())
+        found = Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position)
+        assert found == counts
+        assert found == counts_of_transformers(directory, prompts, num_tokens)
         assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
-        assert counts_of_transformers(directory, prompts, num_tokens) == found
-    follow(reference, DRAFTING).zeroes_first_embedding = False
+        assert counts.accepted_per_position[-1] > 0
+    reference.zeroes_first_embedding = False
     assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
 
 
-def counts_of_transformers(directory: Path, prompts: list[list[int]], num_tokens: int) -> Any:
-    config = EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=num_tokens)
-    engine = start_engine("transformers", config)
-    engine.generate(prompts, Sampling(NEW_TOKENS))
-    return engine.draft_counts()
+def report_of(directory: Path) -> LoadReport:
+    from swiftlite.engines.vllm.dry_load import dry_load
+
+    return dry_load(EngineConfig(resolve_served(directory), num_speculative_tokens=None))
+
+
+@pytest.mark.parametrize("family", some_of(CLASSES, "llama", "qwen2"))
+def test_doctor_loads_trunk_and_folder_without_plugins(family, vllm_host, tmp_path, mesh):
+    source = make_tiny_hf(tmp_path / "model", family, 1, **SIZES.get(family, {}))
+    directory = export_for_stock(source, tmp_path, mesh)
+    report = vllm_host.call(partial(report_of, directory))
+    assert (report.problems, report.notes, report.draft) == ([], [], CLASSES[family])
+    file = directory / "draft" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[next(key for key in tensors if "input_layernorm" in key)]
+    save_file(tensors, file, {"format": "pt"})
+    report = vllm_host.call(partial(report_of, directory))
+    assert mention_each(report.problems, [f"{CLASSES[family]} 64 input_layernorm.weight"])
+
+
+class HostWithoutPlugins:
+    """A `Host` whose processes have no plugins of vLLM."""
+
+    def __init__(self, host: Any):
+        self._host = host
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._host.call(without_plugins, function, *arguments)
+
+
+def test_commands_do_not_need_the_plugin(vllm_host, tmp_path, mesh):
+    """The head is random: no draft is accepted, and no answer changes."""
+    export_for_stock(make_tiny_hf(tmp_path / "model", "qwen3", 1, with_tokenizer=True), tmp_path, mesh)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"query": "What does it do?"}) + "\n")
+    host: Any = HostWithoutPlugins(vllm_host)
+    commands = Commands(tmp_path, host)
+    usual = "--model hf --infer_backend vllm --torch_dtype float32".split()
+    infer = "--speculative mtp --compare --max_new_tokens 20 --val_dataset prompts.jsonl".split()
+    assert answers_equal(commands.ok("infer", *usual, *infer).stderr, 1)
+    served = commands.ok("deploy", *usual, "--dry_run").stdout
+    assert f'"model": "{tmp_path}/hf/draft"' in served
+    refused = commands.run("deploy", *usual, "--dry_run", "--live_weights", "true")
+    assert refused.returncode == 1
+    assert mentions(refused.stderr, "VLLM_PLUGINS")
