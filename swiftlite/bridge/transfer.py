@@ -333,7 +333,7 @@ def save_hf(
         layers: this rank's pieces of the decoder layers, if the trunk is streamed (`DecoderLayers.pieces`).
         trunk: the tensors in files that are already in the directory. Only the heads are written, to other files, and
             the index contains both.
-        part: the part that is written; None: both. Heads are written to files of their own.
+        part: the part that is written; None: both. The files of the heads alone have other names.
 
     Returns:
         Names of the written files, including the index.

@@ -213,8 +213,8 @@ def _serving_from_folder(repository: str, heads: Heads) -> list[str]:
     return [
         "## Serving",
         "",
-        "Drafts do not change answers, because the trunk verifies them. vLLM drafts with a class of its own; swiftlite "
-        "does not have to be installed.",
+        "Drafts do not change answers, because the trunk verifies them. vLLM has the draft class; swiftlite does not "
+        "have to be installed.",
         "",
         f"    hf download {repository} --local-dir model",
         f"    vllm serve model --speculative-config '{json.dumps(speculative)}'",

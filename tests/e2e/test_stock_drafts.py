@@ -1,4 +1,4 @@
-"""Test that vLLM without any plugin drafts with the folder `draft/` of an export, and counts what a reference counts."""
+"""Test that vLLM without plugins drafts from the folder `draft/` of an export, and counts what a reference counts."""
 
 import importlib.util
 import json
@@ -86,10 +86,11 @@ def test_doctor_loads_trunk_and_folder_without_plugins(family, vllm_host, tmp_pa
     assert (report.problems, report.notes, report.draft) == ([], [], CLASSES[family])
     file = directory / "draft" / "model.safetensors"
     tensors = load_file(file)
-    del tensors[next(key for key in tensors if "input_layernorm" in key)]
+    lost = next(key for key in tensors if "input_layernorm" in key)
+    del tensors[lost]
     save_file(tensors, file, {"format": "pt"})
     report = vllm_host.call(partial(report_of, directory))
-    assert mention_each(report.problems, [f"{CLASSES[family]} 64 input_layernorm.weight"])
+    assert mention_each(report.problems, [f"draft/ model.safetensors {lost}", f"{CLASSES[family]} 64"])
 
 
 class HostWithoutPlugins:
@@ -102,17 +103,28 @@ class HostWithoutPlugins:
         return self._host.call(without_plugins, function, *arguments)
 
 
-def test_commands_do_not_need_the_plugin(vllm_host, tmp_path, mesh):
-    """The head is random: no draft is accepted, and no answer changes."""
-    export_for_stock(make_tiny_hf(tmp_path / "model", "qwen3", 1, with_tokenizer=True), tmp_path, mesh)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"query": "What does it do?"}) + "\n")
+def test_a_run_counts_what_vllm_without_plugins_counts(vllm_host, commands, dataset):
+    """The acceptance that the run measures on held-out prompts equals vLLM's counts for the export."""
+    directory = commands.directory
+    make_tiny_hf(directory / "model", "llama", with_tokenizer=True)
+    (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
+    commands.ok(
+        *f"megatron sft --model model --dataset {dataset} --val_dataset val.jsonl --output_dir run "
+        "--torch_dtype float32 --mtp_mode heads_only --draft_for vllm_stock --mtp_unroll 2 "
+        "--global_batch_size 8 --train_iters 12 --acceptance_samples 3 --acceptance_max_new_tokens 12".split()
+    )
+    commands.ok(*"export --to_hf --model run --output_dir hf".split())
     host: Any = HostWithoutPlugins(vllm_host)
-    commands = Commands(tmp_path, host)
+    without = Commands(directory, host)
     usual = "--model hf --infer_backend vllm --torch_dtype float32".split()
-    infer = "--speculative mtp --compare --max_new_tokens 20 --val_dataset prompts.jsonl".split()
-    assert answers_equal(commands.ok("infer", *usual, *infer).stderr, 1)
-    served = commands.ok("deploy", *usual, "--dry_run").stdout
-    assert f'"model": "{tmp_path}/hf/draft"' in served
-    refused = commands.run("deploy", *usual, "--dry_run", "--live_weights", "true")
+    infer = "--speculative mtp --compare --max_new_tokens 12 --val_dataset val.jsonl --acceptance_json run/acceptance.json"
+    assert answers_equal(without.ok("infer", *usual, *infer.split()).stderr, 3)
+    acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
+    said_by_run, counted = acceptance["after"]["generated"], acceptance["engines"]["vllm"]
+    assert counted["accepted"] > 10
+    assert {name: counted[name] for name in said_by_run} == said_by_run
+
+    assert f'"model": "{directory}/hf/draft"' in without.ok("deploy", *usual, "--dry_run").stdout
+    refused = without.run("deploy", *usual, "--dry_run", "--live_weights", "true")
     assert refused.returncode == 1
     assert mentions(refused.stderr, "VLLM_PLUGINS")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
-from swiftlite.families.serving.index import CONVENTIONS
+from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
 from tests.rules.good import SFT, problems_of
@@ -206,7 +206,7 @@ def test_a_file_is_no_cache(here):
 
 
 def test_heads_for_an_engine_of_which_nothing_is_known(here, monkeypatch):
-    monkeypatch.setitem(CONVENTIONS, "sglang", lambda family: None)
+    monkeypatch.setitem(DRAFT_FOR, "sglang", lambda family: None)
     ((problem, hint),) = problems_of(dataclasses.replace(SFT, model="mtp2", draft_for="sglang"))
     assert mentions(problem, "--draft_for sglang qwen3")
     assert mentions(hint, "vllm")

@@ -13,7 +13,7 @@ from torch import nn
 
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import HEADS_FILE
-from swiftlite.bridge.tensors import Checkpoint, some
+from swiftlite.bridge.tensors import Checkpoint, scan, some
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.head_weights import OF_ORDER
 from swiftlite.engines.loading.load_tracker import DryLoad
@@ -103,7 +103,8 @@ class Loading:
         stored = Checkpoint(self.model.directory).stored
         self._of_draft: Mapping[str, Entry] = {}
         if self.draft_folder is not None:
-            self._of_draft = Checkpoint(self.draft_folder).stored
+            self._of_draft, problems = scan(self.draft_folder)
+            self.problems += [f"{self.draft_folder.name}/: {problem}" for problem in problems]
             stored = {key: entry for key, entry in stored.items() if entry.file != HEADS_FILE}
         self.recorder = DryLoad({**stored, **self._of_draft})
 

@@ -144,7 +144,7 @@ class VllmEngine:
         (`WeightUpdate.run`).
 
         Raises:
-            UserError: the heads are in a folder of their own (`stock_draft.py`), whose class would not read them.
+            UserError: vLLM drafts from a folder (`stock_draft.py`), and its class would not read the heads.
         """
         if draft is not None:
             check_heads_can_be_updated(self._model)

@@ -93,7 +93,7 @@ def check_heads_can_be_updated(model: HfModel) -> None:
     """Check that new weights of the heads reach the draft model.
 
     Raises:
-        UserError: vLLM drafts with a class of its own, which ignores tensors with the names of the family.
+        UserError: vLLM drafts from a folder with a class that ignores tensors with the names of the family.
     """
     if draft_folder(model) is not None:
         raise UserError(

@@ -10,6 +10,7 @@ The weights of the trunk are in files that vLLM's own trunk classes read, becaus
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def draft_folder(model: HfModel) -> Path | None:
 
 
 def write_draft(directory: Path, family: Family) -> None:
-    """Write the folder, except for `HEADS_FILE`, which it is made of.
+    """Write the folder, except for `HEADS_FILE`, which the other files are made from.
 
     Args:
         directory: directory of the model, with config.json.
@@ -51,8 +52,8 @@ def write_draft(directory: Path, family: Family) -> None:
     hf_config, folder = read_config(directory), directory / DRAFT_FOLDER
     tensors = _tensors(directory, family, hf_config)
     save_file(tensors, folder / SINGLE_NAME, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, SINGLE_NAME)}  # without HEADS_FILE
-    for name, content in ((INDEX_NAME, index), ("config.json", _config(family, hf_config))):
+    contents = {INDEX_NAME: {"metadata": {}, "weight_map": _index(tensors)}, "config.json": _config(family, hf_config)}
+    for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -62,30 +63,31 @@ def draft_problems(model: HfModel) -> list[str]:
     if folder is None:
         return []
     try:
-        found, declared = load_file(folder / SINGLE_NAME), read_json(folder / "config.json")
-        listed = read_json(folder / INDEX_NAME)["weight_map"].keys()
-        wanted = _tensors(model.directory, model.family, model.config)
-    except Exception as error:  # safetensors raises exceptions of its own
+        tensors = _tensors(model.directory, model.family, model.config)
+        compared = {
+            f"{DRAFT_FOLDER}/{SINGLE_NAME}": (load_file(folder / SINGLE_NAME), tensors),
+            f"{DRAFT_FOLDER}/{INDEX_NAME}": (read_json(folder / INDEX_NAME)["weight_map"], _index(tensors)),
+            f"{DRAFT_FOLDER}/config.json": (read_json(folder / "config.json"), _config(model.family, model.config)),
+            "config.json": (model.config, stock.trunk_config(model.family, model.config)),
+        }
+    except Exception as error:  # also those of the safetensors package
         return [f"{DRAFT_FOLDER}/ cannot be read: {error}"]
-    problems = [f"{DRAFT_FOLDER}/{INDEX_NAME} does not list {key}" for key in wanted.keys() - listed]
-    problems += [f"{DRAFT_FOLDER}/{SINGLE_NAME} lacks {key}" for key in wanted.keys() - found]
-    problems += [f"{DRAFT_FOLDER}/{SINGLE_NAME} has the unknown tensor {key}" for key in found.keys() - wanted]
-    problems += [
-        f"{DRAFT_FOLDER}/{SINGLE_NAME}: {key} differs from the head in {HEADS_FILE}"
-        for key in wanted.keys() & found.keys()
-        if not torch.equal(wanted[key], found[key])
-    ]
-    problems += [
-        f"{DRAFT_FOLDER}/config.json: {key} is {declared.get(key)!r}, not {value!r}"
-        for key, value in _config(model.family, model.config).items()
-        if declared.get(key) != value
-    ]
-    problems += [
-        f"config.json: {key} is {model.config.get(key)!r}, not {value!r}, which vLLM's draft class requires"
-        for key, value in stock.trunk_config(model.family, model.config).items()
-        if model.config.get(key) != value
-    ]
-    return sorted(problems)
+    problems = []
+    for file, (found, wanted) in compared.items():
+        differing = [key for key in wanted if key not in found or not _are_equal(found[key], wanted[key])]
+        problems += [f"{file}: {key} is not that of the head in {HEADS_FILE}" for key in differing]
+    return problems
+
+
+def _are_equal(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, torch.Tensor):
+        return torch.equal(found, wanted)
+    return found == wanted
+
+
+def _index(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the file of each tensor, without `HEADS_FILE`, so that vLLM does not read it."""
+    return dict.fromkeys(tensors, SINGLE_NAME)
 
 
 def _config(family: Family, hf_config: HfConfig) -> dict[str, Any]:

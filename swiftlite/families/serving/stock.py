@@ -1,9 +1,10 @@
-"""Draft classes of vLLM that run heads of other families than those vLLM has them for, without swiftlite's plugin.
+"""Draft classes of vLLM with which it runs heads of further families, without swiftlite's plugin.
 
-Such a class reads the heads from a directory of their own, whose config.json selects the class, but all sizes from the
-config.json of the trunk; it shares the embedding and the output layer of the trunk. Its heads are dense and compute as
-those of the trunk's family do, except for the embedding at position 0, which is zero. `sft --draft_for vllm_stock`
-trains heads for this input, and the export writes their directory (`engines/vllm/stock_draft.py`).
+vLLM has each class for one family. It reads the heads from a separate directory, whose config.json selects the class,
+but all sizes from the config.json of the trunk; it shares the embedding and the output layer of the trunk. Dense heads
+of other families compute the same, except for the embedding at position 0, which is zero in these classes. `sft
+--draft_for vllm_stock` trains heads for this input, and the export writes the directory
+(`engines/vllm/stock_draft.py`).
 
 Counts of vLLM without plugins were compared with those of an independent reference for every supported family.
 """
@@ -91,7 +92,7 @@ def convention(family: Family) -> Convention | None:
 def why_not(family: Family, hf_config: HfConfig) -> str:
     """Return why no class runs the heads of a model; empty if one does."""
     if convention(family) is None:
-        return "vLLM runs its heads with a class of its own, without swiftlite's plugin"
+        return "vLLM has a draft class for it, which does not need swiftlite's plugin"
     if family.vision is not None:
         return "the classes read its sizes from the top level of config.json"
     layer, layers = _head_layer(family, hf_config), family.architecture(hf_config).layers
@@ -125,8 +126,8 @@ def trunk_config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
 
 
 def with_draft(family: Family, hf_config: HfConfig) -> Family:
-    """Return the family of a model whose heads are in a folder for such a class, which SGLang does not read."""
-    serving = replace(family.serving, vllm=class_of(family, hf_config).convention, sglang=None)
+    """Return the family of a model whose heads are in a folder for such a class."""
+    serving = replace(family.serving, vllm=class_of(family, hf_config).convention)
     return replace(family, mtp=replace(family.mtp, drafting=DRAFTING), serving=serving)
 
 

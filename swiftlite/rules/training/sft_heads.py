@@ -136,7 +136,7 @@ def vllm_drafts_without_plugin(args: SftArgs, facts: Facts) -> Iterator[Problem]
     family, heads = FAMILIES.get(str(facts.hf_config.get("model_type"))), heads_of(args, facts.heads)
     if args.draft_for != stock.STOCK or family is None or facts.architecture is None:
         return
-    flag, hint = f"--draft_for {stock.STOCK}", "use --draft_for vllm, whose heads swiftlite's plugin runs"
+    flag, hint = f"--draft_for {stock.STOCK}", "use --draft_for vllm"
     if why := stock.why_not(family, facts.hf_config):
         yield f"{flag} is not supported for {family.name}: {why}", hint
     elif heads.layers > 1:
