@@ -82,7 +82,8 @@ class MtpArgs:
     decoder layers are read one at a time, and all hidden states are computed. Requires memory for two layers, the
     embedding, the output layer and the heads."""
     draft_for: str | None = None
-    """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. Default: the
+    """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. vllm_stock:
+    heads of dense models that vLLM runs without swiftlite's plugin, from the folder draft/ of the export. Default: the
     one in the checkpoint's config.json, else vllm."""
     mtp_unroll_beta: bounds.PositiveFraction = 0.6
     """With --mtp_unroll: weight of each draft token's loss relative to the previous one."""

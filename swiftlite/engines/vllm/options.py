@@ -11,11 +11,14 @@ from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
+from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
+from swiftlite.engines.vllm.stock_draft import draft_folder
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
 
@@ -65,7 +68,38 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
         given = {"draft_sample_method": "probabilistic"}
     if config.draft_schedule is not None:
         given = {**(given or {}), **schedule_options(config.draft_schedule)}
-    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+    return {**mtp_options(model), **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+
+
+def mtp_options(model: HfModel) -> dict[str, Any]:
+    """Return vLLM's options for drafting with the heads of a model: from their own folder, if they have one."""
+    folder = draft_folder(model)
+    if folder is None:
+        return {"method": "mtp"}
+    return {"method": "mtp", "model": str(folder.absolute())}
+
+
+def require_plugin_for(config: EngineConfig) -> None:
+    """Check that vLLM finds swiftlite's plugin, if it needs the plugin for the model or the options.
+
+    Raises:
+        UserError: the plugin is missing.
+    """
+    if draft_folder(config.model) is None or config.ngrams is not None:
+        require_plugin(VLLM)
+
+
+def check_heads_can_be_updated(model: HfModel) -> None:
+    """Check that new weights of the heads reach the draft model.
+
+    Raises:
+        UserError: vLLM drafts from a folder with a class that ignores tensors with the names of the family.
+    """
+    if draft_folder(model) is not None:
+        raise UserError(
+            f"vLLM cannot receive new weights of the heads in {DRAFT_FOLDER}/",
+            "use --speculative none, or train the heads with --draft_for vllm",
+        )
 
 
 def with_ngrams(config: EngineConfig, speculative: dict[str, Any] | None) -> dict[str, Any]:

@@ -280,6 +280,7 @@ RULES = (
     sft_vision.frozen_parts_can_be_trained,
     sft_vision.something_is_trained,
     sft_heads.draft_for_is_measured,
+    sft_heads.vllm_drafts_without_plugin,
     sft_heads.trunk_states_repeat,
     sft_heads.trunk_in_files_is_only_read,
     common.graft_has_heads,
