@@ -1,4 +1,4 @@
-"""Return bytes that identify the rows of an Arrow batch, for digests, without converting rows to Python.
+"""Compute bytes that identify the rows of an Arrow batch, for digests, without a conversion of the rows to Python.
 
 The bytes of a row depend on its values alone: not on the other rows of the batch, and not on the place of the row in
 its file. Each column has several parts: which values are null, then for those that are not, the numbers of elements of
