@@ -473,8 +473,8 @@ class RunArgs:
     save_steps: bounds.PositiveInt = 500
     """Number of steps between checkpoints; another one is written at the end."""
     ephemeral_save_steps: bounds.PositiveInt | None = None
-    """Number of steps between additional checkpoints, each of which is deleted as soon as a newer checkpoint is
-    complete. Default: none."""
+    """Number of steps between additional checkpoints; each is deleted as soon as a newer checkpoint is complete.
+    Default: none."""
     max_restarts: bounds.NonNegativeInt = 0
     """How often the run is restarted from its newest complete checkpoint after a process or a node has failed. 0: a
     failure ends the run. Errors that would repeat are not restarted, such as wrong options."""

@@ -20,6 +20,8 @@ _RETRY_SECONDS = 120
 
 @dataclass(frozen=True)
 class Job:
+    """A checkpoint to copy, and the ranks that copy it."""
+
     checkpoint: Path
     shares: Shares
 

@@ -103,7 +103,7 @@ class RunStore:
         damaged one repaired.
 
         Args:
-            shares: the ranks that copy it together, of which this is the first (`put_share`).
+            shares: the ranks that copy it together (`put_share`); this is the first one.
 
         Returns:
             The number of bytes of the checkpoint that were copied; 0 if the store already contains it.
@@ -136,8 +136,8 @@ class RunStore:
     def put_share(self, checkpoint: Path, shares: Shares) -> list[str]:
         """Copy the files of a checkpoint that this rank has written, and return their names.
 
-        No file is copied if the store contains a complete copy, which the first rank compares or replaces, or if the
-        first rank has not claimed the store yet.
+        No file is copied if the store contains a complete copy, which the first rank compares or replaces, or another
+        run, which the first rank reports.
 
         Raises:
             OSError: a file cannot be read.

@@ -151,7 +151,7 @@ def copy_checkpoints(args: SftArgs) -> AbstractContextManager[Copies | None]:
         UserError: when the context ends, the newest checkpoint was not copied; on the first rank.
     """
     shares = ALONE
-    if dist.get_world_size() > 1:
+    if args.checkpoint_store and dist.get_world_size() > 1:
         shares = Shares(dist.get_rank(), dist.get_world_size(), key_value_store())
     return copies_of(Path(args.output_dir), args.checkpoint_store, args.save_total_limit, shares)
 

@@ -14,6 +14,7 @@ SCHEMA = pyarrow.schema(
     {
         "messages": pyarrow.list_(MESSAGE),
         "system": pyarrow.string(),
+        "channel": pyarrow.large_string(),
         "weight": pyarrow.float64(),
         "tags": pyarrow.large_list(pyarrow.list_(pyarrow.large_string())),
         "day": pyarrow.date32(),
@@ -42,6 +43,8 @@ ROWS: list[dict[str, Any]] = [
     {"messages": [message("a")], "system": "b"},
     {"messages": [message("a")], "system": ""},
     {"system": "b"},
+    {"channel": "b"},
+    {"channel": "bc"},
     {"weight": 1.0},
     {"weight": -1.0},
     {"tags": [[]]},

@@ -11,6 +11,7 @@ and no damaged file under a valid name may remain, and the decision must be in m
 
 import argparse
 import hashlib
+import json
 import logging
 import os
 import random
@@ -37,7 +38,8 @@ from tests.store.s3 import faulty_line, s3_server
 
 STEPS, SAVE_STEPS = 160, 10
 BAD_STEP = 47
-BAD_ROW = 11
+STREAMED_ROWS, BAD_ROW = 400, 180
+"""The bad row comes after the first checkpoint. Five rows are packed into one, of which a step has two."""
 SECONDS_OF_A_RUN = 1800
 """Enough for a busy machine."""
 SLOW_SECONDS = 80
@@ -237,6 +239,7 @@ def bad_row(job: Job) -> None:
     assert job.launchers[0].wait(SECONDS_OF_A_RUN) != 0
     options = re.search(r"--resume --max_bad_rows \d+", job.log.read_text())
     assert options, job.log.read_text()[-2000:]
+    assert run_checkpoints(job.out), "the row was read before the first checkpoint"
     job.command += shlex.split(options.group())
     job.launchers.clear()
     job.start({})
@@ -331,8 +334,9 @@ class Trial:
         self.directory = directory
         (directory / "injected").mkdir()
         (directory / "injected" / "sitecustomize.py").write_text(INJECTED)
-        self.model, rows = write_model_and_rows(directory)
-        lines = Path(rows).read_text().splitlines(keepends=True)
+        self.model, _ = write_model_and_rows(directory)
+        rows = [{"query": f"What is {n} plus {n}?", "response": f"It is {2 * n}."} for n in range(STREAMED_ROWS)]
+        lines = [json.dumps(row) + "\n" for row in rows]
         (directory / "rows-bad.jsonl").write_text("".join([*lines[:BAD_ROW], '{"query": \n', *lines[BAD_ROW + 1 :]]))
         (directory / "rows-without.jsonl").write_text("".join([*lines[:BAD_ROW], *lines[BAD_ROW + 1 :]]))
         self.references: dict[tuple[str, ...], str] = {}

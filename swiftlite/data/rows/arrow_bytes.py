@@ -1,8 +1,8 @@
-"""Return bytes that identify the rows of an Arrow batch, for digests, without converting rows to Python.
+"""Compute bytes that identify the rows of an Arrow batch, for digests, without a conversion of the rows to Python.
 
 The bytes of a row depend on its values alone: not on the other rows of the batch, and not on the place of the row in
-its file. Each column has several parts: which values are null, then for those that are not, the numbers of elements of
-lists, the lengths of texts, and their bytes.
+its file. Each column has several parts: the numbers of elements of its lists or the lengths of its texts, with -1 for
+null, and then the elements or the texts.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,34 +32,37 @@ def _parts(array: Any, starts: np.ndarray) -> Iterator[Part]:
     Args:
         starts: indices of the array at which the values of each row start, and where those of the last one end.
     """
-    import pyarrow
     from pyarrow import types
 
     is_valid = array.is_valid().to_numpy(zero_copy_only=False)
-    yield is_valid.tobytes(), starts.tolist()
-    if array.null_count:
-        array, starts = array.drop_null(), _ends(is_valid)[starts]
+    before = np.concatenate([[0], np.cumsum(is_valid)])  # number of values before each index that are not null
+    values = array.drop_null() if array.null_count else array
     if types.is_struct(array.type):
-        for field in array.flatten():
-            yield from _parts(field, starts)
-    elif types.is_list(array.type) or types.is_large_list(array.type):
-        offsets = array.offsets.to_numpy()
-        yield np.diff(offsets).astype("<i8").tobytes(), (8 * starts).tolist()
-        yield from _parts(array.values, offsets[starts])
-    elif types.is_string(array.type) or types.is_large_string(array.type):
-        yield from _parts_of_texts(array.cast(pyarrow.large_string()), starts)
-    else:  # numbers, dates, maps and so on, which rows of texts rarely have
-        texts = [repr(value) for value in array.to_pylist()]
-        yield from _parts_of_texts(pyarrow.array(texts, pyarrow.large_string()), starts)
+        yield is_valid.tobytes(), starts.tolist()
+        for field in values.flatten():
+            yield from _parts(field, before[starts])
+        return
+    is_list = types.is_list(array.type) or types.is_large_list(array.type)
+    content, ends = (values.values, values.offsets.to_numpy()) if is_list else _texts(values)
+    sizes = np.full(len(array), -1, "<i8")
+    sizes[is_valid] = np.diff(ends)
+    yield sizes.tobytes(), (8 * starts).tolist()
+    inner = ends[before[starts]]
+    if is_list:
+        yield from _parts(content, inner)
+    else:
+        yield content, inner.tolist()
 
 
-def _parts_of_texts(array: Any, starts: np.ndarray) -> Iterator[Part]:
-    _, offsets, content = array.buffers()
-    ends = np.frombuffer(offsets, "<i8")[array.offset : array.offset + len(array) + 1]
-    yield np.diff(ends).tobytes(), (8 * starts).tolist()
-    yield content.to_pybytes() if content else b"", ends[starts].tolist()
+def _texts(values: Any) -> tuple[bytes, np.ndarray]:
+    """Return the bytes of all values, and where each one starts and the last one ends."""
+    import pyarrow
+    from pyarrow import types
 
-
-def _ends(is_counted: np.ndarray) -> np.ndarray:
-    """Return how many values before each index are counted."""
-    return np.concatenate([[0], np.cumsum(is_counted)])
+    if not (types.is_string(values.type) or types.is_large_string(values.type)):
+        # Numbers, dates, maps and so on, which rows of texts rarely have.
+        values = pyarrow.array([repr(value) for value in values.to_pylist()], pyarrow.string())
+    values = values.cast(pyarrow.large_string())
+    _, ends, content = values.buffers()
+    own = slice(values.offset, values.offset + len(values) + 1)  # of the buffers of a larger array
+    return content.to_pybytes() if content else b"", np.frombuffer(ends, "<i8")[own]

@@ -49,7 +49,7 @@ class BadStepsState(TypedDict):
 
 @dataclass(frozen=True)
 class Consumed:
-    """What the completed steps have read."""
+    """The numbers of tokens and samples in all completed steps."""
 
     tokens: _Count = 0
     samples: _Count = 0
