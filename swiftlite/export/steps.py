@@ -26,7 +26,7 @@ from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
 from swiftlite.engines.quantized_heads import quantized_head_problems
-from swiftlite.engines.vllm.stock_draft import draft_problems, write_draft
+from swiftlite.engines.vllm.stock_draft import draft_folder, draft_problems, write_draft
 from swiftlite.export import adapter
 from swiftlite.export.calibrated import Calibrated, calibrated
 from swiftlite.export.card import model_card, read_quality
@@ -153,6 +153,10 @@ def write_quantized(export: Export) -> None:
         UserError: the model cannot be quantized, or the audit found a problem.
     """
     args, model = export.args, export.model
+    if draft_folder(model):
+        raise UserError(f"--quant_method does not support heads in {DRAFT_FOLDER}/", "quantize the run of the heads")
+    if dist.get_rank() == 0 and _are_for_stock(model, model.heads):
+        logger.warning("%s/ is not written: heads of quantized models require swiftlite's plugin in vLLM", DRAFT_FOLDER)
     matrices = matrices_of(model, args.quant_heads)
     scheme = scheme_of(args, {key: entry.shape for key, entry in matrices.items()})
     fp8_model = None
@@ -304,11 +308,15 @@ def _copy_quantized_trunk(trunk: HfModel, directory: Path) -> dict[str, Entry]:
 def _has_draft_folder(export: Export) -> bool:
     """Return whether the export has a folder from which vLLM drafts without swiftlite's plugin: its heads were trained
     for that, and no later step converts the model."""
-    model, heads = export.run_source.hf_model, export.run_source.heads
-    is_trained_for_it = heads.layers == 1 and not heads.draft_vocab and heads.drafting == stock.DRAFTING
-    if not is_trained_for_it or stock.why_not(model.family, model.config):
-        return False
-    return export.plain == export.result and export.run_source.trunk.files_from is None
+    source = export.run_source
+    is_converted = export.plain != export.result or source.trunk.files_from is not None
+    return not is_converted and _are_for_stock(source.hf_model, source.heads)
+
+
+def _are_for_stock(model: HfModel, heads: Heads) -> bool:
+    """Return whether heads were trained for a draft class that vLLM has without swiftlite's plugin."""
+    is_single = heads.layers == 1 and not heads.draft_vocab
+    return is_single and heads.drafting == stock.DRAFTING and not stock.why_not(model.family, model.config)
 
 
 def _open_checkpoint(source: RunSource, mesh: Mesh) -> list[GPTModel]:

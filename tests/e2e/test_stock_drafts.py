@@ -110,16 +110,21 @@ def test_a_run_counts_what_vllm_without_plugins_counts(vllm_host, commands, data
     (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
     commands.ok(
         *f"megatron sft --model model --dataset {dataset} --val_dataset val.jsonl --output_dir run "
-        "--torch_dtype float32 --mtp_mode heads_only --draft_for vllm_stock --mtp_unroll 2 "
-        "--global_batch_size 8 --train_iters 12 --acceptance_samples 3 --acceptance_max_new_tokens 12".split()
+        "--torch_dtype float32 --mtp_num_layers 1 --mtp_init copy_last_layer --draft_for vllm_stock --mtp_unroll 2 "
+        "--global_batch_size 8 --train_iters 40 --lr 1e-2 --acceptance_samples 3 --acceptance_max_new_tokens 12".split()
     )
     commands.ok(*"export --to_hf --model run --output_dir hf".split())
     host: Any = HostWithoutPlugins(vllm_host)
     without = Commands(directory, host)
     usual = "--model hf --infer_backend vllm --torch_dtype float32".split()
+<<<<<<< HEAD
     infer = (
         "--speculative mtp --compare --max_new_tokens 12 --val_dataset val.jsonl --acceptance_json run/acceptance.json"
     )
+=======
+    measured = "--val_dataset val.jsonl --acceptance_json run/acceptance.json"
+    infer = f"--speculative mtp --compare --max_new_tokens 12 {measured}"
+>>>>>>> hY
     assert answers_equal(without.ok("infer", *usual, *infer.split()).stderr, 3)
     acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
     said_by_run, counted = acceptance["after"]["generated"], acceptance["engines"]["vllm"]

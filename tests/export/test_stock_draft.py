@@ -1,6 +1,7 @@
 """Test the folder `draft/` of exports: what its tensors compute, and that nothing in it goes unnoticed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve
 from swiftlite.families.serving.stock import DRAFTING, class_of, why_not
 from tests.engines.reference import Reference, follow
-from tests.messages import mention_each, naming
+from tests.messages import mention_each, mentions, naming
 from tests.stock_exports import CLASSES, SIZES, export_for_stock
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
@@ -111,6 +112,16 @@ def test_only_heads_trained_for_it_have_the_folder(tmp_path, mesh):
     convert(ExportArgs(model=str(tmp_path / "run"), output_dir=str(tmp_path / "out"), to_hf=True), mesh)
     assert draft_folder(resolve(tmp_path / "out")) is None
     assert draft_problems(resolve(tmp_path / "out")) == []
+
+
+def test_quantized_models_have_no_folder(stock, mesh, tmp_path, caplog):
+    quantize = ExportArgs(model=str(stock), output_dir=str(tmp_path / "int8"), quant_method="rtn")
+    with pytest.raises(UserError, match=naming("--quant_method draft/")):
+        convert(quantize, mesh)
+    convert(replace(quantize, model=str(tmp_path / "run"), to_hf=True), mesh)
+    assert mentions(caplog.text, "draft/")
+    assert draft_folder(resolve(tmp_path / "int8")) is None
+    assert audit_hf(tmp_path / "int8", resolve(tmp_path / "int8").family) == []
 
 
 def change_tensor(folder: Path) -> None:
