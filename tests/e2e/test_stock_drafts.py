@@ -117,14 +117,8 @@ def test_a_run_counts_what_vllm_without_plugins_counts(vllm_host, commands, data
     host: Any = HostWithoutPlugins(vllm_host)
     without = Commands(directory, host)
     usual = "--model hf --infer_backend vllm --torch_dtype float32".split()
-<<<<<<< HEAD
-    infer = (
-        "--speculative mtp --compare --max_new_tokens 12 --val_dataset val.jsonl --acceptance_json run/acceptance.json"
-    )
-=======
     measured = "--val_dataset val.jsonl --acceptance_json run/acceptance.json"
     infer = f"--speculative mtp --compare --max_new_tokens 12 {measured}"
->>>>>>> hY
     assert answers_equal(without.ok("infer", *usual, *infer.split()).stderr, 3)
     acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
     said_by_run, counted = acceptance["after"]["generated"], acceptance["engines"]["vllm"]
