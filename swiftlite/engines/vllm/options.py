@@ -4,6 +4,7 @@ vLLM must be installed; it is imported when a function is called.
 """
 
 import os
+import platform
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -269,6 +270,31 @@ def check_quantization(model: HfModel) -> None:
         )
 
 
+def check_instructions(model: HfModel) -> None:
+    """Check that this processor has the instructions of vLLM's kernels for the format of a quantized model.
+
+    Without AVX-512, vLLM 0.32 loads a library without the kernel for packed integers (its platforms/cpu.py). Without
+    VNNI, oneDNN adds two products of bytes in 16 bits, and too large sums are cut off
+    (https://oneapi-src.github.io/oneDNN/dev_guide_int8_computations.html).
+
+    Raises:
+        UserError: vLLM's kernel for packed integers requires AVX-512, which the processor lacks.
+    """
+    quantization = model.config.get("quantization_config")
+    if not quantization or not is_on_cpu() or platform.machine() != "x86_64":
+        return
+    import torch
+
+    is_packed = quantization.get("format") == "pack-quantized" or quantization["quant_method"] in ("gptq", "awq")
+    if is_packed and not torch.cpu._is_avx512_supported():
+        raise UserError(
+            f"--model {model.directory}: vLLM's kernel for packed integers requires a processor with AVX-512",
+            "use --infer_backend transformers or llamacpp, or a machine with a GPU",
+        )
+    if quantization.get("format") == "int-quantized" and not torch.cpu._is_vnni_supported():
+        logger.warning("vLLM computes 8-bit activations inaccurately on this processor, which lacks VNNI instructions")
+
+
 def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with which vLLM reports parameters of a quantized model that stay uninitialized.
 
@@ -281,6 +307,7 @@ def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
         UserError: vLLM does not support the format of the model.
     """
     check_quantization(model)
+    check_instructions(model)
     if not model.config.get("quantization_config") or "load_format" in given:
         return {}
     return {"model_loader_extra_config": {"enable_weights_track": True}}
