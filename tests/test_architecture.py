@@ -2,10 +2,9 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import swiftlite
 from swiftlite.engines.index import ENGINES
@@ -55,51 +54,63 @@ def level(part: str) -> int:
     return next(number for number, names in enumerate(LEVELS) if part in names)
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+@cache
+def imports(file: Path) -> tuple[str, ...]:
     """Return the dotted names of all imports of a file, including imports inside functions."""
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+    names = []
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            names += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: a relative import"
             # `from swiftlite.launch import launch` names a module in its second half.
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+            names += [f"{node.module}.{name.name}" for name in node.names]
+    return tuple(names)
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_imports_point_down_only(file):
-    own = file.parts[0].removesuffix(".py")
-    if own.startswith("__"):
-        return
-    for name in imports(file):
-        other = f"{name}.".split(".")[1]
-        if name.startswith("swiftlite.") and other in set().union(*LEVELS) and other != own:
-            assert level(other) < level(own), f"{file} imports {name}"
+def importing(files: Iterable[Path], is_wrong: Callable[[str], bool]) -> list[str]:
+    """Return the files and their imports that are wrong."""
+    return [f"{file} imports {name}" for file in files for name in imports(file) if is_wrong(name)]
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_only_some_import_megatron(file):
-    if not str(file).startswith(MEGATRON):
-        assert not [name for name in imports(file) if name.split(".")[0] == "megatron"]
+def test_imports_point_down_only():
+    known = set().union(*LEVELS)
+    for file in FILES:
+        own = file.parts[0].removesuffix(".py")
+        if own.startswith("__"):
+            continue
+        for name in imports(file):
+            other = f"{name}.".split(".")[1]
+            if name.startswith("swiftlite.") and other in known and other != own:
+                assert level(other) < level(own), f"{file} imports {name}"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if str(file) not in NAMES], ids=str)
-def test_a_model_is_handed_in(file):
-    asked = {"swiftlite.hub.model.local_model", "swiftlite.hub.model.description_of"}
-    assert not asked & set(imports(file))
+def test_only_some_import_megatron():
+    files = [file for file in FILES if not str(file).startswith(MEGATRON)]
+    assert importing(files, lambda name: name.split(".")[0] == "megatron") == []
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.parts[0] != "runtime"], ids=str)
-def test_groups_are_handed_in(file):
-    assert not [name for name in imports(file) if "parallel_state" in name]
+def test_a_model_is_handed_in():
+    asked = ("swiftlite.hub.model.local_model", "swiftlite.hub.model.description_of")
+    assert importing([file for file in FILES if str(file) not in NAMES], lambda name: name in asked) == []
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if str(file).startswith(WITHOUT_TORCH)], ids=str)
-def test_what_answers_before_torch_needs_no_heavy_library(file):
+def test_groups_are_handed_in():
+    files = [file for file in FILES if file.parts[0] != "runtime"]
+    assert importing(files, lambda name: "parallel_state" in name) == []
+
+
+def test_what_answers_before_torch_needs_no_heavy_library():
     """Excluded are the launcher process, and `hub/gguf.py`, which converts GGUF files."""
-    if str(file) not in ("launch/elastic.py", "launch/nodes.py", "hub/gguf.py"):
-        heavy = {"torch", "transformers", "megatron", "vllm"}
-        assert not [name for name in imports(file) if name.split(".")[0] in heavy]
+    excluded = ("launch/elastic.py", "launch/nodes.py", "hub/gguf.py")
+    files = [file for file in FILES if str(file).startswith(WITHOUT_TORCH) and str(file) not in excluded]
+    heavy = ("torch", "transformers", "megatron", "vllm")
+    assert importing(files, lambda name: name.split(".")[0] in heavy) == []
 
 
 def decisions(tree: ast.AST) -> Iterator[ast.AST]:
@@ -113,13 +124,13 @@ def decisions(tree: ast.AST) -> Iterator[ast.AST]:
             yield from (key for key in node.keys if key is not None)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if str(file) not in INDEXES], ids=str)
-def test_nothing_is_decided_by_the_name_of_an_engine(file):
+def test_nothing_is_decided_by_the_name_of_an_engine():
     """Decisions use the engine's `EngineInfo` (swiftlite/engines/info.py)."""
     found = []
-    for decision in decisions(ast.parse((ROOT / file).read_text())):
-        constants = [node.value for node in ast.walk(decision) if isinstance(node, ast.Constant)]
-        found += [value for value in constants if value in ENGINES]
+    for file in [file for file in FILES if str(file) not in INDEXES]:
+        for decision in decisions(tree(file)):
+            constants = [node.value for node in ast.walk(decision) if isinstance(node, ast.Constant)]
+            found += [f"{file}: {value}" for value in constants if value in ENGINES]
     assert found == []
 
 
@@ -128,15 +139,17 @@ PATH_IN_TEXT = re.compile(r"`([a-z_0-9]+(?:/[a-z_0-9]+)+\.py)")
 MODULE_IN_TEXT = re.compile(r"`([a-z_]+)\.([a-z_0-9]+)\.[A-Za-z_]")
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_what_texts_refer_to_is_there(file):
+def test_what_texts_refer_to_is_there():
     """References such as `engines/index.py` and `plan.layout.states_sent` must be valid after a file has moved."""
-    text = (ROOT / file).read_text()
-    repository = ROOT.parent
-    places = (ROOT, repository, ROOT / file.parent, (ROOT / file).parents[1])
-    lost = [path for path in PATH_IN_TEXT.findall(text) if not any((place / path).exists() for place in places)]
-    for package, module in MODULE_IN_TEXT.findall(text):
-        base = ROOT / package / module
-        if package in PACKAGES and not base.is_dir() and not base.with_suffix(".py").exists():
-            lost.append(f"{package}.{module}")
+    lost = []
+    for file in FILES:
+        text = (ROOT / file).read_text()
+        places = (ROOT, ROOT.parent, ROOT / file.parent, (ROOT / file).parents[1])
+        for path in PATH_IN_TEXT.findall(text):
+            if not any((place / path).exists() for place in places):
+                lost.append(f"{file}: {path}")
+        for package, module in MODULE_IN_TEXT.findall(text):
+            base = ROOT / package / module
+            if package in PACKAGES and not base.is_dir() and not base.with_suffix(".py").exists():
+                lost.append(f"{file}: {package}.{module}")
     assert lost == []

@@ -40,6 +40,19 @@ def pairwise(*factors: Sequence[Any]) -> list[Any]:
     return [_parameter(values, row in kept) for row, values in rows]
 
 
+def once(first: Sequence[Any], *factors: Sequence[Any]) -> list[Any]:
+    """Return all combinations of the factors as parameters. CI runs each value of the first factor once.
+
+    The values of the other factors alternate, so that CI runs all of their combinations too. The others have the marker
+    slow. Example: `once(FAMILIES, [False, True])`, if a test has the same reason to run for every family.
+    """
+    others = list(product(*(range(len(factor)) for factor in factors)))
+    kept = {(number, *others[number % len(others)]) for number in range(len(first))}
+    numbers = product(range(len(first)), *(range(len(factor)) for factor in factors))
+    rows = zip(numbers, product(first, *factors), strict=True)
+    return [_parameter(values, row in kept) for row, values in rows]
+
+
 def selected(request: pytest.FixtureRequest, *names: str) -> list[Any]:
     """Return the values of parameters with which selected tests of the module run; tuples, if there are several names.
 

@@ -21,7 +21,7 @@ from swiftlite.bridge.transfer import WeightsReport, load_hf, save_hf, stream_hf
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.messages import has_line, mentions, naming
-from tests.tiers import pairwise
+from tests.tiers import once
 from tests.tiny import (
     NEXT_LAYER_HEADS,
     WITH_SHARED_NORM,
@@ -101,7 +101,7 @@ def change_tensors(hf_dir: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "depth", "sharded"), pairwise([*families.FAMILIES], [False, True], [1, 2], [False, True])
+    ("family", "tied", "depth", "sharded"), once([*families.FAMILIES], [False, True], [1, 2], [False, True])
 )
 def test_round_trip_is_bit_exact(tmp_path, mesh, family, tied, depth, sharded):
     source = make_tiny_hf(tmp_path / "in", family, depth, tied, **SIZES)

@@ -49,6 +49,7 @@ SLOW = (
     "heads_only, fitted",
     "heads_only kl",
     "heads_only kl, not fused",
+    "cached trunk states",  # three epochs; "streamed trunk" writes and reads such states too
     "unrolled",
     "images",
     "recomputed selectively",

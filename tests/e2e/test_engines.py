@@ -6,7 +6,6 @@ Tokens alone do not test heads, because they are correct whatever a head drafts.
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,16 +26,15 @@ from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_e
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.families import FAMILIES
 from tests import torchvision_here
-from tests.e2e.conftest import Commands
 from tests.e2e.draft_logits import LOGIT_TOLERANCE, compare_draft_logits
-from tests.e2e.vllm_here import drafted_by_load, load_draft, prefix_hits, serve
+from tests.e2e.vllm_here import drafted_by_load, load_draft, serve
 from tests.e2e.vllm_with_images import results_of
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
-from tests.messages import answers_equal, mentions
+from tests.messages import mentions
 from tests.tiers import some_of
-from tests.tiny import DSA, HYBRID, WRAPPED, make_tiny_hf, mtp_names
+from tests.tiny import DSA, HYBRID, WRAPPED, make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -45,6 +43,8 @@ pytestmark = [
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NEW_TOKENS = 16
+REPEATED = [5 + number % 50 for number in range(3 * 128 + 10)]
+"""A prompt of more than three blocks of vLLM's prefix cache."""
 
 
 def expected_counts(counts):
@@ -64,9 +64,9 @@ FLOAT32 = [name for name in FAMILIES if name not in (*DSA, *HYBRID, *WRAPPED)]
 WITH_FIRST_HEAD = [name for name in FLOAT32 if convention("vllm", name).heads == "first"]
 
 
-# Each of vLLM's classes (glm4_moe_lite has the layers of deepseek_v3), and one of the families that share ours. Of
-# those with experts, test_live_weights.py has one.
-CLASSES = ("deepseek_v3", "glm4_moe", "hy_v3", "mimo", "qwen2")
+# Each of vLLM's classes whose heads have inputs or layers of their own (glm4_moe_lite has the layers of deepseek_v3,
+# hy_v3 its inputs), and one of the families that share ours. Of those with experts, test_live_weights.py has one.
+CLASSES = ("deepseek_v3", "glm4_moe", "mimo", "qwen2")
 
 
 # The first of three drafts is that of requests with a single draft.
@@ -174,7 +174,7 @@ def test_linear_attention_in_bfloat16(family, vllm, trained):
     beginnings = [row[:length] for row in learned for length in range(2, 22, 4)]
     clear = [prompt for prompt in beginnings if reference.closest_choice(prompt, NEW_TOKENS, 3) > 0.5]
     assert len(clear) >= 3
-    call = partial(serve, directory, clear, NEW_TOKENS, 3, dtype="bfloat16")
+    call = partial(serve, directory, clear, NEW_TOKENS, 3, dtype="bfloat16", repeated=REPEATED)
     if family in HYBRID_IN_VLLM:
         served = vllm(*call.args, **call.keywords)
     elif torchvision_here.missing():
@@ -186,16 +186,25 @@ def test_linear_attention_in_bfloat16(family, vllm, trained):
     assert served.token_ids == expected
     assert expected_counts(served.counts) == expected_counts(counts)
     assert counts.acceptance_rate > 0.8
+    # vLLM does not cache the state of a prefix. swiftlite disables the cache, because vLLM 0.32 cannot draft for linear
+    # attention with this cache.
+    assert served.prefix_hits == 0
 
 
 def test_a_schedule_drafts_by_the_load(vllm_host, trained):
     """A single request gets three drafts per step, and three concurrent requests get none. The answers are always the
-    trunk's."""
+    trunk's.
+
+    Drafts leave the prefix cache enabled. A benchmark whose prompts share no prefix would not detect a disabled cache
+    (vllm-project/vllm#57616). vLLM caches whole blocks of 128 tokens. With drafts, it computes the last block again for
+    the head's state.
+    """
     directory, prompts = trained("qwen3", 1, "vllm")
     reference = Reference.load(directory, "qwen3", depth=1)
     prompts = prompts[:3]
     schedule = DraftSchedule({1: 3, 3: 0})
-    alone, together = vllm_host.call(partial(drafted_by_load, directory, schedule, [prompts[:1], prompts]))
+    loads = [prompts[:1], prompts]
+    (alone, together), hits = vllm_host.call(partial(drafted_by_load, directory, schedule, loads, REPEATED))
     expected, counts = reference.simulate(prompts[:1], 12, 3)
     assert alone.token_ids == expected
     assert expected_counts(alone.counts) == expected_counts(counts)
@@ -203,40 +212,7 @@ def test_a_schedule_drafts_by_the_load(vllm_host, trained):
     assert together.token_ids == reference.simulate(prompts, 12, 3)[0]
     assert together.counts.drafted == 0
     assert together.draft_depths == [[0] * 12] * 3
-
-
-def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):
-    """A benchmark whose prompts share no prefix would not detect a disabled prefix cache (vllm-project/vllm#57616).
-
-    vLLM caches whole blocks of 128 tokens. With drafts, it computes the last block again for the head's state.
-    """
-    directory, _ = trained("qwen3", 1, "vllm")
-    prompt = [5 + number % 50 for number in range(3 * 128 + 10)]
-    hits = [vllm_host.call(partial(prefix_hits, directory, prompt, num_tokens)) for num_tokens in (0, 1)]
-    assert hits == [3 * 128, 2 * 128]
-
-
-@pytest.mark.parametrize("family", HYBRID_IN_VLLM)
-def test_linear_attention_takes_nothing_from_the_prefix_cache(family, vllm_host, trained):
-    """vLLM does not cache the state of a prefix. swiftlite disables the cache, because vLLM 0.32 cannot draft for
-    linear attention with this cache.
-    """
-    directory, _ = trained(family, 1, "vllm")
-    prompt = [5 + number % 50 for number in range(3 * 128 + 10)]
-    assert vllm_host.call(partial(prefix_hits, directory, prompt, 1, "bfloat16")) == 0
-
-
-def test_swapped_halves_change_no_token_and_nearly_every_draft(vllm, trained, tmp_path):
-    directory, prompts = trained("qwen3", 1, "vllm")
-    expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
-    tensors = load_file(directory / "model.safetensors")
-    name = mtp_names("qwen3", 0)[0]["projection"]
-    tensors[name] = tensors[name].roll(tensors[name].size(1) // 2, dims=1)
-    swapped = shutil.copytree(directory, tmp_path / "swapped")
-    save_file(tensors, swapped / "model.safetensors", metadata={"format": "pt"})
-    served = vllm(swapped, prompts, NEW_TOKENS, 1)
-    assert served.token_ids == expected
-    assert served.counts.accepted < sum(counts.accepted_per_position) / 4
+    assert hits == 2 * 128
 
 
 def generated(
@@ -294,12 +270,12 @@ def test_every_head_drafts_its_own_step(trained, tmp_path):
     step.
     """
     directory, prompts = trained("qwen2", 2, "vllm")
-    prompts = prompts[2:4] + prompts[8:12]
+    prompts = [prompts[3], prompts[8]]  # few, because kernels are interpreted: one that is learned, one that is not
     reference = Reference.load(directory, "qwen2", depth=2)
-    expected, counts = reference.simulate(prompts, 12, 2)
+    expected, counts = reference.simulate(prompts, 8, 2)
     assert 0 < counts.accepted_per_position[1] < counts.drafts
     reference.depth = 1  # the first head, going on alone
-    assert reference.simulate(prompts, 12, 2)[1].accepted_per_position[1] < counts.accepted_per_position[1]
+    assert reference.simulate(prompts, 8, 2)[1].accepted_per_position[1] < counts.accepted_per_position[1]
     code = f"""
 from swiftlite.engines.engine import *
 from swiftlite.engines.served_model import resolve_served
@@ -308,7 +284,7 @@ if __name__ == "__main__":
         resolve_served({str(directory)!r}), "float32", num_speculative_tokens=None, max_model_len=64, max_batch_size=2,
         engine_kwargs={{"max_num_batched_tokens": 64, "enforce_eager": False}},
     ))
-    completions = engine.generate({prompts!r}, Sampling(12))
+    completions = engine.generate({prompts!r}, Sampling(8))
     counts = engine.draft_counts()
     print([c.token_ids for c in completions], (counts.drafts, counts.drafted, counts.accepted_per_position), sep="\\n")
     engine.close()
@@ -344,23 +320,6 @@ if __name__ == "__main__":
     found, accepted = map(json.loads, done.stdout.splitlines()[-2:])
     assert probability(found, joint_distribution(directory, top_p=1.0)) > FALSE_ALARM
     assert accepted > 100  # some 130; of the likeliest tokens it would be 75
-
-
-def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):
-    """The heads are random: nothing is accepted, and no answer changes."""
-    make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
-    prompts, acceptance = tmp_path / "prompts.jsonl", tmp_path / "acceptance.json"
-    questions = ("The quick", "What does it do?", "Sum")
-    prompts.write_text("".join(json.dumps({"query": question}) + "\n" for question in questions))
-    acceptance.write_text('{"depths": 1}')
-    options = "--speculative mtp --compare --max_new_tokens 40 --torch_dtype float32".split()
-    files = "--model model --val_dataset prompts.jsonl --acceptance_json acceptance.json".split()
-    done = Commands(tmp_path, vllm_host).ok("infer", "--infer_backend", "vllm", *options, *files)
-    assert [json.loads(line)["messages"][0]["content"] for line in done.stdout.splitlines()] == list(questions)
-    assert answers_equal(done.stderr, 3)
-    counted = json.loads(acceptance.read_text())["engines"]["vllm"]
-    assert counted["drafted"] > 60
-    assert counted["acceptance_rate"] < 0.2
 
 
 def test_the_draft_class_is_loaded_from_whole_heads_or_not_at_all(vllm_host, tmp_path):

@@ -38,7 +38,9 @@ def steps_written(run: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("dtype", some_of(["float32", "bfloat16"], "bfloat16"))
+# tests/faults/test_kill_points.py kills runs at operations on files, test_launched.py kills a rank of two.
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kill_9_and_resume_equals_the_unbroken_run(commands, sft, tmp_path, dtype):
     unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
     commands.ok(*sft, "--torch_dtype", dtype, "--output_dir", unbroken)
@@ -82,7 +84,7 @@ def test_a_stop_signal_saves_and_ends_cleanly(commands, sft, tmp_path, number):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """Return a directory with `model` and `run`, which must not be changed."""
+    """Return a directory with `model`, `rows.jsonl`, and a `run` of 12 steps, which must not be changed."""
     directory = tmp_path_factory.mktemp("finished")
     model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
     options = sft_options(model, write_rows(directory / "rows.jsonl"))
@@ -134,41 +136,53 @@ def test_the_export_of_a_moved_run_needs_nothing_else(commands, finished, tmp_pa
     assert written >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
-def test_hf_to_mcore_to_hf_is_bit_exact(commands, model, tmp_path):
-    commands.ok("export", "--to_mcore", "--model", model, "--output_dir", tmp_path / "mcore")
-    commands.ok("export", "--to_hf", "--model", tmp_path / "mcore", "--output_dir", tmp_path / "hf")
+@pytest.fixture(scope="module")
+def mcore(finished) -> Path:
+    """Return the model of `finished` in Megatron's format."""
+    Commands(finished).ok("export", "--to_mcore", "--model", "model", "--output_dir", "mcore")
+    return finished / "mcore"
+
+
+def test_hf_to_mcore_to_hf_is_bit_exact(commands, finished, mcore, tmp_path):
+    model = finished / "model"
+    commands.ok("export", "--to_hf", "--model", mcore, "--output_dir", tmp_path / "hf")
     before, after = (load_file(directory / "model.safetensors") for directory in (model, tmp_path / "hf"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (model / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
 
 
-def test_strip_leaves_no_head_and_no_promise(commands, model, tmp_path):
-    commands.ok("export", "--to_mcore", "--model", model, "--output_dir", tmp_path / "mcore")
-    commands.ok("export", "--to_hf", "--mtp", "strip", "--model", tmp_path / "mcore", "--output_dir", tmp_path / "hf")
+def test_strip_leaves_no_head_and_no_promise(commands, mcore, tmp_path):
+    commands.ok("export", "--to_hf", "--mtp", "strip", "--model", mcore, "--output_dir", tmp_path / "hf")
     assert not [name for name in load_file(tmp_path / "hf" / "model.safetensors") if name.startswith("mtp.")]
     assert not json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"]
 
 
-def test_a_checkpoint_that_does_not_fit_is_named(commands, sft, model, tmp_path):
-    commands.ok(*sft, "--train_iters", "4", "--acceptance_samples", "0", "--output_dir", tmp_path / "run")
-    checkpoint = tmp_path / "run" / "checkpoint-4"
+def resumed(finished: Path, directory: Path) -> list:
+    """Copy the run of `finished` to `directory/run`; return words that resume it for two steps."""
+    shutil.copytree(finished / "run", directory / "run")
+    options = sft_options(finished / "model", finished / "rows.jsonl")
+    return [*options, "--train_iters", "14", "--output_dir", directory / "run", "--resume"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_named(commands, finished, tmp_path):
+    resume = resumed(finished, tmp_path)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
+    checkpoint = tmp_path / "run" / "checkpoint-12"
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     del state["version"]
     (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"mtp_num_layers": 2}))
     (checkpoint / "SHA256SUMS").unlink()
     result = commands.run("export", "--to_hf", "--model", tmp_path / "run", "--output_dir", tmp_path / "hf")
     assert result.returncode == 1
-    assert mentions(result.stderr, "checkpoint-4 --resume")
+    assert mentions(result.stderr, "checkpoint-12 --resume")
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "hf").exists()
     damaged = next(checkpoint.glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:100])
-    again = commands.run(
-        *sft, "--train_iters", "8", "--acceptance_samples", "0", "--output_dir", tmp_path / "run", "--resume"
-    )
+    again = commands.run(*resume)
     assert again.returncode == 1
-    assert has_line(again.stderr, "checkpoint-4.damaged")
+    assert has_line(again.stderr, "checkpoint-12.damaged")
 
 
 def test_a_place_that_cannot_be_written_is_named(commands, sft):
@@ -224,12 +238,11 @@ def test_resume_of_nothing_starts_and_says_so(commands, sft, tmp_path):
     assert (run / "checkpoint-2").exists()
 
 
-def test_a_run_that_has_lost_its_source_gets_it_back(commands, sft, tmp_path):
-    run = tmp_path / "run"
-    commands.ok(*sft, "--train_iters", "4", "--acceptance_samples", "0", "--output_dir", run)
+def test_a_run_that_has_lost_its_source_gets_it_back(commands, finished, tmp_path):
+    run, resume = tmp_path / "run", resumed(finished, tmp_path)
     before = {path.name: path.read_bytes() for path in (run / "source").iterdir()}
     shutil.rmtree(run / "source")
-    result = commands.ok(*sft, "--train_iters", "8", "--acceptance_samples", "0", "--output_dir", run, "--resume")
+    result = commands.ok(*resume)
     assert has_line(result.stderr, f"{run / 'source'} --model")
     assert {path.name: path.read_bytes() for path in (run / "source").iterdir()} == before
 

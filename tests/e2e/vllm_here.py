@@ -43,6 +43,7 @@ class Served:
         logits: the draft model's logits, [steps, num_speculative_tokens, vocabulary], of each prompt served alone.
         num_compiled: number of models that vLLM has compiled, from its own count.
         draft_depths: `Completion.draft_depths` of each prompt.
+        prefix_hits: number of tokens of `repeated` that vLLM found in its prefix cache the second time.
     """
 
     token_ids: list[list[int]]
@@ -51,6 +52,7 @@ class Served:
     logits: list[torch.Tensor]
     num_compiled: int = 0
     draft_depths: Sequence[list[int] | None] = ()
+    prefix_hits: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,12 @@ def serve(
     weights_of: Path | None = None,
     dtype: Literal["bfloat16", "float32"] = "float32",
     compile_in: Path | None = None,
+    repeated: Sequence[int] = (),
 ) -> Served:
     """Start vLLM, generate greedily, and stop it.
 
     Args:
+        repeated: a prompt that is answered twice at the end.
         compile_in: directory for what vLLM compiles; None: vLLM does not compile, as by default on a CPU.
         weights_of: checkpoint of the same shapes whose weights are sent to the engine before it generates.
         num_alone: number of prompts (the first ones) whose draft logits are returned.
@@ -115,7 +119,7 @@ def serve(
         dtype,
         num_speculative_tokens=num_speculative_tokens,
         max_images=most_images(prompts),
-        max_model_len=256,
+        max_model_len=max(256, len(repeated) + 16),
         engine_kwargs=compiling,
     )
     engine: Any = start_engine("vllm", config)
@@ -136,11 +140,12 @@ def serve(
             engine.generate([prompt], Sampling(new_tokens))
             logits.append(torch.cat(_kept).view(-1, num_speculative_tokens, _kept[0].size(-1)))
             _kept.clear()
+        hits = prefix_hits(engine, repeated) if repeated else 0
     finally:
         engine.close()
     token_ids = [completion.token_ids for completion in completions]
     num_compiled = compilation_counter.num_aot_compiles + compilation_counter.num_aot_artifacts_loaded
-    return Served(token_ids, counts, draft, logits, num_compiled)
+    return Served(token_ids, counts, draft, logits, num_compiled, prefix_hits=hits)
 
 
 def replay(
@@ -170,13 +175,20 @@ def replay(
     return replays
 
 
-def drafted_by_load(directory: Path, schedule: DraftSchedule, loads: list[list[list[int]]]) -> list[Served]:
-    """Serve several groups of prompts, one after another, with a vLLM that uses a draft schedule."""
+def drafted_by_load(
+    directory: Path, schedule: DraftSchedule, loads: list[list[list[int]]], repeated: list[int]
+) -> tuple[list[Served], int]:
+    """Serve several groups of prompts, one after another, with a vLLM that uses a draft schedule.
+
+    Returns:
+        The results of each group, and the `prefix_hits` of `repeated`.
+    """
     from swiftlite.engines.vllm.options import schedule_options
 
     given = {"method": "mtp", "num_speculative_tokens": schedule.largest, **schedule_options(schedule)}
     engine: Any = start_engine(
-        "vllm", EngineConfig(resolve_served(directory), "float32", max_model_len=256, speculative_config=given)
+        "vllm",
+        EngineConfig(resolve_served(directory), "float32", max_model_len=len(repeated) + 16, speculative_config=given),
     )
     served = []
     try:
@@ -187,29 +199,21 @@ def drafted_by_load(directory: Path, schedule: DraftSchedule, loads: list[list[l
             token_ids = [completion.token_ids for completion in completions]
             depths = [completion.draft_depths for completion in completions]
             served.append(Served(token_ids, counts, "", [], draft_depths=depths))
+        return served, prefix_hits(engine, repeated)
     finally:
         engine.close()
-    return served
 
 
-def prefix_hits(
-    directory: Path,
-    prompt: list[int],
-    num_speculative_tokens: int,
-    dtype: Literal["bfloat16", "float32"] = "float32",
-) -> int:
-    """Return the number of tokens that vLLM found in its prefix cache when it answered a prompt for the second time."""
-    length = len(prompt) + 16
-    config = EngineConfig(
-        resolve_served(directory), dtype, num_speculative_tokens=num_speculative_tokens, max_model_len=length
-    )
-    engine: Any = start_engine("vllm", config)
-    try:
-        for _ in range(2):
-            engine.generate([prompt], Sampling(4))
+def prefix_hits(engine: Any, prompt: Sequence[int]) -> int:
+    """Return the number of tokens that vLLM finds in its prefix cache when it answers a prompt for the second time."""
+
+    def hits() -> int:
         return sum(metric.value for metric in engine._llm.get_metrics() if metric.name == "vllm:prefix_cache_hits")
-    finally:
-        engine.close()
+
+    engine.generate([prompt], Sampling(4))
+    before = hits()
+    engine.generate([prompt], Sampling(4))
+    return hits() - before
 
 
 def load_draft(directory: Path, plugins: str | None = None) -> tuple[str, int]:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -320,6 +322,11 @@ for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return a config.json as transformers writes it, with changes."""
+    return deepcopy(written_config(family)) | changes
+
+
+@cache
+def written_config(family: str) -> dict[str, Any]:
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4 if family in LATENT else 2}
     sizes["head_dim"] = 8 if family in LATENT else 16
     own: dict[str, Any] = {"layer_types": alternating(2)} if family == "olmo3" else {}
@@ -332,7 +339,7 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     written = config.to_dict() | {"model_type": family}
     if family == "step3p5":
         written = step_as_published(written, 0)
-    return written | changes
+    return written
 
 
 def mcore_config(config: dict[str, Any]) -> dict[str, Any]:

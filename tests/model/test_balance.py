@@ -188,9 +188,7 @@ CUTS: dict[str, list[list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("lay_out", [padded, packed])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "cut", "lay_out"), pairwise(FAMILIES, [*CUTS], [padded, packed]))
 def test_the_loss_is_the_papers(family, cut, lay_out, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path / "hf", family)
     samples = make_samples()

@@ -23,6 +23,7 @@ from tests import te_stand_ins
 from tests.parallel import parity
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import BOUNDS, CASES, FULL, SMALL, TP2_SP, Job, Result
+from tests.tiers import all_but, selected
 
 pytestmark = pytest.mark.gloo
 
@@ -57,13 +58,15 @@ COMPARED = [
     ("deepseek_v3", "lora", "grouped EP2"),
     ("deepseek_v3", "dora", "TE"),
     ("deepseek_v3", "dora", "TE ETP2xTP2"),
-    ("deepseek_v3", "dora", "grouped"),
+    ("deepseek_v3", "dora", "grouped EP2"),
 ]
+SLOW = (COMPARED[2], *COMPARED[4:7])
+"""Combinations whose tuner and layout are also those of others."""
 Way = tuple[str, str, str]
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory) -> dict[Way, Result]:
+def computed(request, tmp_path_factory) -> dict[Way, Result]:
     """Return the results of two steps for each case, by family, tuner and name.
 
     "alone" is one process with local layers, which resumes from its checkpoint after two steps, when no B is zero. All
@@ -80,7 +83,7 @@ def computed(tmp_path_factory) -> dict[Way, Result]:
         return Job(models[family], place / name, options, kernels=kernels, **(second if begun else first))
 
     starts: dict[tuple[bool, int], dict[Way, Job]] = {(False, 1): {}, (True, 1): {}, (False, 2): {}, (True, 2): {}}
-    for family, tuner, name in COMPARED:
+    for family, tuner, name in selected(request, "family", "tuner", "name"):
         if name.startswith("TE") and te_stand_ins.missing():
             continue  # nor would anything be compared with its single process
         starts[False, 1][family, tuner, "begun"] = job(family, tuner, "begun", begun="")
@@ -114,7 +117,7 @@ def beyond_rounding(one: Result, other: Result) -> dict[str, float]:
     return {figure: found[figure] for figure, bound in BOUNDS.items() if found[figure] > bound}
 
 
-@pytest.mark.parametrize(("family", "tuner", "name"), COMPARED)
+@pytest.mark.parametrize(("family", "tuner", "name"), all_but(COMPARED, *SLOW))
 def test_kernels_change_roundings_of_adapters_alone(computed, family, tuner, name):
     needs(name)
     one = computed[family, tuner, "alone"]

@@ -11,6 +11,7 @@ import pytest
 from tests.engines.dry_loads import dry_loads
 from tests.engines.reference import convention
 from tests.published import library
+from tests.tiers import selected, some_of
 from tests.tiny import DSA
 
 pytestmark = [
@@ -29,17 +30,17 @@ IN_VLLM = "tests.engines.vllm.in_vllm"
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> dict[Any, Any]:
+def reports(request, tmp_path_factory) -> dict[Any, Any]:
     """Return vLLM's report by model, and the result of `reload` by model and "reload"."""
     folder = tmp_path_factory.mktemp("models")
     asked: dict[Any, Any] = {"FP8": (f"{IN_VLLM}:support_fp8",)}
-    asked |= {model: library.build(folder / model, model) for model in LOADED}
+    asked |= {model: library.build(folder / model, model) for model in selected(request, "model")}
     for model in RELOADED:
         asked[model, "reload"] = (f"{IN_VLLM}:reload", str(asked[model]))
     return dry_loads("vllm", asked)
 
 
-@pytest.mark.parametrize("model", LOADED)
+@pytest.mark.parametrize("model", some_of(LOADED, *(model for model in LOADED if model in library.CHOSEN)))
 def test_vllm_loads_it_whole(reports, model):
     report, family = reports[model], library.family(model)
     assert report.problems == []
