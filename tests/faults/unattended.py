@@ -180,6 +180,11 @@ class Job:
             with suppress(psutil.NoSuchProcess):  # the killed one
                 rank.send_signal(signal.SIGCONT)
 
+    def end(self) -> None:
+        """Kill the launchers of a run that did not end by itself; their ranks end with them."""
+        for launcher in self.launchers:
+            launcher.kill()
+
     def wait(self) -> int:
         """Wait until all launchers have ended; return the largest exit code."""
         return max(launcher.wait(SECONDS_OF_A_RUN) for launcher in self.launchers)
@@ -370,6 +375,7 @@ class Trial:
         job = Job(self.directory, self.directory / f"{name}-{seed}", random.Random(seed))
         job.command = [*self.command(job.out, rows, fault.base), *fault.options, "--max_restarts", "3"]
         with ExitStack() as stack:
+            stack.callback(job.end)
             environment = dict(stack.enter_context(_store(fault, job)))
             if job.store:
                 job.command += ["--checkpoint_store", job.store]
