@@ -20,10 +20,15 @@ _RETRY_SECONDS = 120
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint to copy, and the ranks that copy it."""
+    """A checkpoint to copy, and the ranks that copy it.
+
+    Attributes:
+        is_ephemeral: whether it is one of --ephemeral_save_steps. The first rank may delete it while other ranks wait.
+    """
 
     checkpoint: Path
     shares: Shares
+    is_ephemeral: bool = False
 
 
 @dataclass
@@ -66,16 +71,16 @@ class Copies:
     def add(self, checkpoint: Path) -> None:
         """Copy a checkpoint that was saved. Every rank must call this function; it returns at once."""
         self._num_added += 1
-        self._add(Job(checkpoint, self.shares.of(self._num_added)))
+        self._add(Job(checkpoint, self.shares.of(self._num_added), is_ephemeral(checkpoint)))
 
     def add_alone(self, checkpoint: Path) -> None:
         """Copy a checkpoint of an earlier process. Only the first rank calls this function; it returns at once."""
-        self._add(Job(checkpoint, ALONE))
+        self._add(Job(checkpoint, ALONE, is_ephemeral(checkpoint)))
 
     def _add(self, job: Job) -> None:
         with self._changed:
             omitted, chosen = self._waiting, job
-            if omitted and is_ephemeral(job.checkpoint) and not is_ephemeral(omitted.checkpoint):
+            if omitted and job.is_ephemeral and not omitted.is_ephemeral:
                 omitted, chosen = job, omitted
             self._waiting = chosen
             self._changed.notify_all()

@@ -341,20 +341,22 @@ def lacks_evaluation(run: Run, step: int) -> bool:
 
 def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     """Run all steps after step `first`. Before the first and after the last step, evaluate and measure acceptance; in a
-    run without steps once.
+    run without steps once, as after the last step.
     """
 
     def measure(when: Literal["before", "after"], evaluation: Mapping[str, float]) -> None:
         with trainer.evaluating():
             held_out.measure(when, trainer.model, evaluation)
 
-    if run.checkpoint is None and run.schedule.steps:
+    if not first and run.schedule.steps:  # also if the run resumes from the checkpoint of a run without steps
         evaluation = trainer.evaluate(0)
         if not method_of(run.args).evaluates_rows:  # acceptance.json has no place for metrics of completions
             trainer.log(0, evaluation)
         measure("before", evaluation)
     start = time.perf_counter()
-    stopped_by = trainer.fit(first)
+    stopped_by = 0
+    if run.schedule.steps or run.checkpoint is None:  # otherwise checkpoint-0 is complete
+        stopped_by = trainer.fit(first)
     seconds = time.perf_counter() - start
     if stopped_by:
         trainer.close()

@@ -202,8 +202,12 @@ def test_a_run_without_steps_measures_and_saves_the_initialized_heads(options, m
     assert [line["step"] for line in metrics(run)] == [0]
     tensors = json.loads((run / "run_report.json").read_text())["tensors"]
     assert tensors["trained_but_unchanged"]
+    saved = (run / "checkpoint-0").stat().st_mtime_ns
     assert train(replace(args, resume=True), mesh) == run
     assert [line["step"] for line in metrics(run)] == [0]
+    assert (run / "checkpoint-0").stat().st_mtime_ns == saved
+    train(replace(args, resume=True, train_iters=2), mesh)
+    assert set(json.loads((run / "acceptance.json").read_text())) == {"depths", "before", "after"}
 
 
 def test_heads_that_config_does_not_promise_are_not_dropped_in_silence(options, mesh, hf_dir):

@@ -44,6 +44,11 @@ ANSWERS = "answers"
 """Directory of a round with the output of `regenerate`."""
 
 
+def only_fits(rounds: Sequence[int], base: str) -> bool:
+    """Return whether heads are only fitted. For the arguments, see `Commands.training`."""
+    return sum(rounds) <= FEW_PROMPTS and not base
+
+
 @dataclass(frozen=True)
 class Commands:
     """The swiftlite commands that `speedup` runs for one model.
@@ -96,7 +101,7 @@ class Commands:
         words = ["megatron", "sft", *self._model(self.path_of(base)), "--dataset", *rows]
         words += ["--val_dataset", str(self.directory / HELD_OUT), "--mtp_mode", "heads_only"]
         words += "--mtp_loss nla --packing true --max_length 1024 --global_batch_size 1".split()
-        if sum(rounds) <= FEW_PROMPTS and not base:
+        if only_fits(rounds, base):
             words += ["--train_iters", "0"]
         else:
             words += ["--num_train_epochs", "3", "--cache_trunk_states", str(directory / "states")]

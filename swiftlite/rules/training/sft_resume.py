@@ -43,7 +43,7 @@ def ephemeral_saves_are_frequent(args: SftArgs, facts: Facts) -> Iterator[Proble
     number = args.ephemeral_save_steps
     if number is not None and number >= args.save_steps:
         problem = f"--ephemeral_save_steps {number} must be less than --save_steps {args.save_steps}"
-        yield problem, "use a smaller number, or omit it"
+        yield problem, "use a smaller number or a larger --save_steps, or omit it"
 
 
 def output_dir_is_not_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import resolve
-from swiftlite.improve.speedup.plan import Commands
+from swiftlite.improve.speedup.plan import Commands, only_fits
 from swiftlite.improve.speedup.steps import CommandStep
 from tests.tiny import make_tiny_hf
 
@@ -56,6 +56,13 @@ def test_rounds_write_different_prompts(make_commands):
     assert (first.seed, first.self_prompts) == (7, 128)
     assert (second.seed, second.self_prompts) == (7 + 128, 300)
     assert first.dataset == []
+
+
+def test_few_answers_are_only_fitted():
+    """The time of such a round says little about the next one, which is trained (`budget.next_round`)."""
+    assert only_fits([192], "")
+    assert not only_fits([192, 64], "")
+    assert not only_fits([64], "model")
 
 
 @pytest.mark.parametrize(("num_rows", "self_prompts"), [(0, 200), (50, 150), (200, 0)])
