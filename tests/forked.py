@@ -57,6 +57,7 @@ class Running:
         self.args = list(args)
         self._processes = processes
         self._files = out, err
+        self._code: int | None = None
 
     @property
     def pid(self) -> int:
@@ -72,12 +73,14 @@ class Running:
         run.
         """
         codes = [process.exitcode for process in self._processes]
-        if failed := [code for code in codes if code]:
-            return failed[0]
-        return None if None in codes else 0
+        if self._code is None and any(codes):
+            self._code = next(code for code in codes if code)
+        if self._code is None and None not in codes:
+            self._code = 0
+        return self._code
 
     def wait(self, timeout: float) -> int:
-        """Wait until all processes have ended. If one fails, the others are killed.
+        """Wait until all processes have ended. If one fails, the others are killed after 30 seconds, as by torchrun.
 
         Raises:
             subprocess.TimeoutExpired: `timeout` seconds have passed.
@@ -87,7 +90,7 @@ class Running:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(self.args, timeout, *self._read())
             wait([process.sentinel for process in self._processes if process.exitcode is None], 1)
-        self.kill(after=5)
+        self.kill(after=30)
         return code
 
     def kill(self, after: float = 0) -> int | None:

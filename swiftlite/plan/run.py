@@ -411,7 +411,9 @@ def _global_batch(plan: Plan) -> str:
 
 
 def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
-    if args.train_iters is not None:
+    if args.train_iters == 0:
+        steps = "0 (--train_iters): new heads are fitted, measured and saved; nothing is trained"
+    elif args.train_iters is not None:
         steps = f"{args.train_iters} (--train_iters)"
     elif schedule:
         steps = f"at most {schedule.steps} = {schedule.num_samples} rows x {args.num_train_epochs:g} / global batch"

@@ -75,7 +75,8 @@ def draft_problems(model: HfModel) -> list[str]:
     problems = []
     for file, (found, wanted) in compared.items():
         differing = [key for key in wanted if key not in found or not _are_equal(found[key], wanted[key])]
-        problems += [f"{file}: {key} is not that of the head in {HEADS_FILE}" for key in differing]
+        reference = "the model" if file.endswith("config.json") else HEADS_FILE
+        problems += [f"{file}: {key} does not match {reference}" for key in differing]
     return problems
 
 

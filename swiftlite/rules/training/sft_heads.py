@@ -139,11 +139,11 @@ def vllm_drafts_without_plugin(args: SftArgs, facts: Facts) -> Iterator[Problem]
     flag, hint = f"--draft_for {stock.STOCK}", "use --draft_for vllm"
     if why := stock.why_not(family, facts.hf_config):
         yield f"{flag} is not supported for {family.name}: {why}", hint
-    elif heads.layers > 1:
+    if heads.layers > 1:
         yield f"{flag} supports one MTP layer, not {heads.layers}", "add --mtp_num_layers 1, and --mtp_unroll N"
-    elif args.draft_vocab or heads.draft_vocab:
+    if args.draft_vocab or heads.draft_vocab:
         yield f"{flag} does not support a draft vocabulary: vLLM drafts all tokens", "add --draft_vocab 0"
-    elif facts.hf_config.get("quantization_config"):
+    if facts.hf_config.get("quantization_config"):
         yield f"{flag} does not support quantized models, whose drafts vLLM builds quantized", hint
 
 
