@@ -10,7 +10,7 @@ import numpy as np
 
 BENCH_SHARE = 0.3
 """Share of the budget that is reserved for `bench`."""
-FIRST_ROUND_SHARE = 0.4
+FIRST_ROUND_SHARE = 0.45
 """Share of the budget that is left after the preparation, for the answers and the training of the first round, without
 the starts of programs."""
 SMALLEST_ROUND = 64
