@@ -38,7 +38,7 @@ from tests.store.s3 import faulty_line, s3_server
 
 STEPS, SAVE_STEPS = 160, 10
 BAD_STEP = 47
-STREAMED_ROWS, BAD_ROW = 400, 180
+STREAMED_ROWS, BAD_ROW = 400, 300
 """The bad row comes after the first checkpoint. Five rows are packed into one, of which a step has two."""
 SECONDS_OF_A_RUN = 1800
 """Enough for a busy machine."""
@@ -75,7 +75,7 @@ def break_trainer(module):
 
 
 def slow_encoder(module):
-    encode = module.Encoder.__call__
+    encode = module.ConversationEncoder.__call__
     waits = [{SLOW_SECONDS}] if os.environ.get("NODE_RANK") == "1" else []
 
     def late(self, *args, **kwargs):
@@ -83,7 +83,7 @@ def slow_encoder(module):
             time.sleep(waits.pop())
         return encode(self, *args, **kwargs)
 
-    module.Encoder.__call__ = late
+    module.ConversationEncoder.__call__ = late
 
 
 PLACES = {{"nan": ("swiftlite.train.trainer", break_trainer), "omit": ("swiftlite.train.trainer", break_trainer),
@@ -284,6 +284,7 @@ class Fault:
         environment: "UNATTENDED_FAULT" of the run.
         reference: the same for the run that the result must equal.
         decision: the fault that metrics.jsonl must name; empty if only the restart is recorded.
+        logged: words that the log must contain.
         store: kind of store: "", "file" or "s3".
         num_nodes: number of launchers.
     """
@@ -294,6 +295,7 @@ class Fault:
     environment: str = ""
     reference: str = ""
     decision: str = ""
+    logged: str = ""
     store: str = ""
     num_nodes: int = 1
 
@@ -306,12 +308,18 @@ FAULTS = {
     "damaged_checkpoint": Fault(damaged_checkpoint, decision="damaged_checkpoint"),
     "damaged_copy": Fault(damaged_copy, decision="damaged_copy", store="file"),
     "store_down": Fault(store_down, decision="store_down", store="s3"),
-    "slow_node": Fault(nothing, options=("--distributed_timeout_minutes", "1"), environment="slow", num_nodes=2),
+    "slow_node": Fault(
+        nothing,
+        options=("--distributed_timeout_minutes", "1"),
+        environment="slow",
+        logged="waiting for rank 1",
+        num_nodes=2,
+    ),
     "damaged_cache": Fault(damaged_cache, base="heads", decision="damaged_cache"),
 }
 BASES = {
     "plain": (),
-    "stream": ("--streaming", "true", "--packing", "true", "--max_length", "128"),
+    "stream": tuple("--streaming true --streaming_buffer_size 20 --packing true --max_length 128".split()),
     "heads": ("--mtp_mode", "heads_only"),
 }
 
@@ -406,6 +414,8 @@ class Trial:
         found = {line["fault"] for line in decisions_in(read_metrics(job.out))}
         if fault.decision and fault.decision not in found:
             wrong.append(f"metrics.jsonl has no decision {fault.decision}, only {sorted(found)}")
+        if fault.logged not in job.log.read_text():
+            wrong.append(f"the log does not say: {fault.logged}")
         deadline = time.monotonic() + 30
         while (left := _processes_of(job)) and time.monotonic() < deadline:
             time.sleep(0.5)
