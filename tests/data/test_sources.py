@@ -92,6 +92,15 @@ def test_a_damaged_archive_is_named(tmp_path, name, damage):
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
+def test_an_archive_without_its_extension_is_recognized(tmp_path, name):
+    path = compress(tmp_path / name, JSON_LINES.encode())
+    path = path.rename(tmp_path / "a.jsonl")
+    first = read(path).bad_rows[0]
+    assert mentions(str(first), f"{path}:1 UTF-8")
+    assert mentions(first.hint, str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
 def test_a_line_of_an_archive_has_a_limit(tmp_path, name, monkeypatch):
     """A file of a few bytes can contain a line that does not fit into memory."""
     monkeypatch.setattr("swiftlite.data.rows.sources.LONGEST_LINE", 1 << 20)

@@ -311,6 +311,17 @@ def test_a_copy_is_repaired(url, run, harm):
     assert store_of(url).put_checkpoint(checkpoint) == 0
 
 
+def test_a_resumed_run_repairs_the_copy_of_its_checkpoint(url, run):
+    prepare_store(run, url, resume=False)
+    checkpoint = add_checkpoint(run, 2)
+    store_of(url).put_checkpoint(checkpoint)
+    store_of(url).objects.delete(["checkpoint-2/__0_0.distcp"])
+    with copies_of(run, url, keep=None) as copies:
+        assert copies is not None
+        copies.add_alone(checkpoint)
+    assert content_of(url) == files(run)
+
+
 def test_a_file_that_its_disk_damaged_is_not_copied(url, run):
     prepare_store(run, url, resume=False)
     checkpoint = add_checkpoint(run, 2)

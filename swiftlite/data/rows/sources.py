@@ -303,6 +303,8 @@ LONGEST_LINE = 1 << 28
 """Maximum number of bytes of a line in an archive, which can have a thousand times the bytes of the archive."""
 COMPRESSIONS = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 """pyarrow's names of the compressions, by extension."""
+MAGIC_BYTES = {".jsonl.gz": b"\x1f\x8b", ".jsonl.zst": b"\x28\xb5\x2f\xfd"}
+"""The first bytes of the archives, which are no UTF-8."""
 
 
 def _parse_line(raw: bytes, path: Path) -> Any:
@@ -471,8 +473,12 @@ def _encoding_hint(path: Path) -> str:
     if data_suffix(str(path)) in COMPRESSIONS:
         return "write the rows in UTF-8"
     with path.open("rb") as file:
-        is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
-    encoding = "UTF-16" if is_utf16 else "LATIN1"
+        begin = file.read(4)
+    for extension, magic in MAGIC_BYTES.items():
+        if begin.startswith(magic):
+            renamed = path.with_suffix(extension)
+            return f"it is compressed: decompress it, or rename it if each line is a row: {renamed}"
+    encoding = "UTF-16" if begin[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
     return f"convert it: iconv -f {encoding} -t UTF-8 {path} > new{path.suffix}"
 
 
