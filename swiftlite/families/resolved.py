@@ -9,6 +9,7 @@ from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.hf_config import HEADS_FILE, read_config
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
@@ -50,9 +51,14 @@ class HfModel:
         return positions if limit is None else min(positions, limit)
 
     @property
+    def quantization(self) -> Quantization | None:
+        """The quantization that config.json declares."""
+        return Quantization.of(self.config)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether config.json declares a quantization."""
-        return self.config.get("quantization_config") is not None
+        return self.quantization is not None
 
     @property
     def identity(self) -> str:

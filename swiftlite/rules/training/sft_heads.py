@@ -143,7 +143,7 @@ def vllm_drafts_without_plugin(args: SftArgs, facts: Facts) -> Iterator[Problem]
         yield f"{flag} supports one MTP layer, not {heads.layers}", "add --mtp_num_layers 1, and --mtp_unroll N"
     elif args.draft_vocab or heads.draft_vocab:
         yield f"{flag} does not support a draft vocabulary: vLLM drafts all tokens", "add --draft_vocab 0"
-    elif facts.hf_config.get("quantization_config"):
+    elif facts.is_quantized:
         yield f"{flag} does not support quantized models, whose drafts vLLM builds quantized", hint
 
 
