@@ -22,9 +22,6 @@ from swiftlite.plan.heads import (
 from swiftlite.plan.layout import choices, layout_of
 from swiftlite.rules import common
 
-OF_A_FROZEN_TRUNK = dict.fromkeys(("cache_trunk_states", "stream_trunk"), "it requires a frozen trunk")
-"""Options that methods without frozen trunks do not support, and the reason."""
-
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or mtp_init_of(args, facts.heads) != "checkpoint":
