@@ -40,9 +40,8 @@ _TRUNK_IS_TRAINED = {
     "mtp_mode": "it trains the trunk; to train only heads: swiftlite megatron sft --mtp_mode heads_only",
 }
 _ALL_ROWS_ARE_READ = dict.fromkeys(("streaming", "streaming_buffer_size"), "all rows are read before the first step")
-_ROWS_HAVE_NO_IMAGES = {
-    each.name: "its rows have no images" for group in (fields.ImageArgs, fields.VisionArgs) for each in fields_of(group)
-}
+_OF_IMAGES = (*fields_of(fields.ImageArgs), *fields_of(fields.VisionArgs))
+_ROWS_HAVE_NO_IMAGES = dict.fromkeys([each.name for each in _OF_IMAGES], "its rows have no images")
 
 
 @dataclass(frozen=True)
