@@ -14,6 +14,7 @@ from swiftlite.bridge.hf_config import HEADS_FILE, read_config
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.serving import stock
+from swiftlite.families.tower import Tower
 from swiftlite.hub.model import local_model
 from swiftlite.hub.name import models_in
 
@@ -68,6 +69,11 @@ class HfModel:
         if self.directory == Path(self.name):
             return ""
         return self.directory.name
+
+    @property
+    def tower(self) -> Tower | None:
+        """The tower that a run of the model computes; None without one."""
+        return self.family.tower(self.config)
 
     @property
     def computes_images(self) -> bool:

@@ -285,7 +285,7 @@ class StreamedTrunk:
 
     def __init__(self, model: GPTModel, hf_model: HfModel, mesh: Mesh, trunk: Trunk):
         assert isinstance(model.decoder, StreamedBlock)
-        tower = hf_model.family.tower(hf_model.config)
+        tower = hf_model.tower
         assert tower is None or not tower.num_deepstack  # layers are computed without the tower's outputs
         self._model, self._block = model, model.decoder
         self._hf_model = hf_model
