@@ -31,8 +31,8 @@ class SftArgs(
     """Fine-tune a language model on megatron-core, with Multi-Token Prediction heads."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
-    """Fields of the class that are no options of the command, and why: `docs.options` leaves them out. They have their
-    defaults, because the code that all training commands share reads them."""
+    """Fields of the class that the command does not have as options, and why; `docs.options` does not return them. They
+    keep their defaults, which the code of all training commands reads."""
 
 
 _TRUNK_IS_TRAINED = {

@@ -31,7 +31,7 @@ class Option:
 
 
 def unsupported(args_class: type) -> Mapping[str, str]:
-    """Return the fields of the class of a training command that are no options of it, with the reasons."""
+    """Return the fields of a class that the training command does not have as options, with the reasons."""
     return getattr(args_class, "UNSUPPORTED", {})
 
 

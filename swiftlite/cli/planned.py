@@ -40,7 +40,7 @@ def _words_for(given: set[str]) -> str:
     """Return the words of the first training command that has all given options, or most of them."""
     unknown = {}
     for words, method in training_commands().items():
-        # Also those that the command does not support, so that the message names them.
+        # Also options that the command does not support: their message gives the reason.
         unknown[words] = len(given - {field.name for field in dataclasses.fields(method.args_class)})
     has_completions = "max_completion_length" in given
     if "teacher_model" in given and not has_completions:  # `megatron grpo` also has teachers

@@ -133,7 +133,7 @@ class GenerationFiles:
 
     @property
     def _hint(self) -> str:
-        """What to do about a damaged file."""
+        """Hint of the error that a file is damaged."""
         return "copy the directory again" if self.reads_only else "delete it and the files after it, and use --resume"
 
     def check(self, number: int, generation: Generation, prompts: Sequence[Sample]) -> None:

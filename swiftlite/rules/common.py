@@ -46,7 +46,7 @@ def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def options_are_of_the_command(args: Any) -> Iterator[Problem]:
-    """Reject fields that are no options of the command; the command line has no such options, but code can set them."""
+    """Reject options that the command does not have, which code can set; the command line rejects them earlier."""
     for name, why in unsupported(type(args)).items():
         if getattr(args, name) != getattr(type(args), name):
             yield not_supported(name, method_of(args).words, why)

@@ -36,7 +36,7 @@ class Quantization:
     def of(cls, hf_config: HfConfig) -> "Quantization | None":
         """Return the quantization that a config.json declares; None if the model is not quantized."""
         content = hf_config.get("quantization_config")
-        if not content or not isinstance(content, dict):  # `quantization_problem` refuses what is no object
+        if not content or not isinstance(content, dict):  # `quantization_problem` refuses other types
             return None
         return cls(content)
 
