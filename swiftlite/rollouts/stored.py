@@ -101,9 +101,10 @@ class GenerationFiles:
 
     def write_drawn(self, number: int, generation: Generation) -> None:
         """Write a new generation and, with `--rollouts_total_limit`, delete old ones."""
+        args = self.args
         self.write(number, generation)
-        if self.args.rollouts_total_limit:
-            self._remove_old(self.args.rollouts_total_limit)
+        if args.rollouts_total_limit:
+            self._remove_old(args.rollouts_total_limit)
 
     def write(self, number: int, generation: Generation) -> None:
         """Write a generation."""
