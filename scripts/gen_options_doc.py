@@ -97,12 +97,9 @@ def rows_by_group(table: dict[str, str]) -> dict[str, dict[Row, list[str]]]:
     """
     found: dict[str, dict[Row, list[str]]] = {}
     for command in commands():
-        unsupported = command.unsupported()
         for heading, members in groups(command.args_class, command.choices()).items():
             rows = found.setdefault(heading, {})
             for option in members:
-                if option.name in unsupported:
-                    continue
                 meaning = _escape(table[option.doc] + default_words(option))
                 row = (f"`--{option.name}`", f"`{_escape(placeholder(option.type))}`", meaning)
                 rows.setdefault(row, []).append(command.words)

@@ -1,7 +1,9 @@
 """Define the options class of each command, which combines groups of `fields.py`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import fields as fields_of
+from typing import ClassVar, Literal
 
 from swiftlite.args import fields, rl_fields
 from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -28,25 +30,68 @@ class SftArgs(
 ):
     """Fine-tune a language model on megatron-core, with Multi-Token Prediction heads."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
+    """Fields of the class that the command does not have as options, and why; `docs.options` does not return them. They
+    keep their defaults, which the code of all training commands reads."""
+
+
+_TRUNK_IS_TRAINED = {
+    **dict.fromkeys(("cache_trunk_states", "stream_trunk", "stream_trunk_gb"), "it requires a frozen trunk"),
+    "mtp_mode": "it trains the trunk; to train only heads: swiftlite megatron sft --mtp_mode heads_only",
+}
+_ALL_ROWS_ARE_READ = dict.fromkeys(("streaming", "streaming_buffer_size"), "all rows are read before the first step")
+_OF_IMAGES = (*fields_of(fields.ImageArgs), *fields_of(fields.VisionArgs))
+_ROWS_HAVE_NO_IMAGES = dict.fromkeys([each.name for each in _OF_IMAGES], "its rows have no images")
+
 
 @dataclass(frozen=True)
 class PtArgs(fields.DocumentArgs, SftArgs):
     """Train a language model on plain text (continued pre-training), with Multi-Token Prediction heads."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "loss_scale": "all tokens of a document are trained",
+        "system": "documents have no turns",
+        "sft_mock_dataset_config_json": "random tokens are not documents",
+        **_ROWS_HAVE_NO_IMAGES,
+    }
 
 
 @dataclass(frozen=True)
 class DpoArgs(fields.PreferenceArgs, SftArgs):
     """Fine-tune a language model on preferences (DPO, KTO and others), with Multi-Token Prediction heads."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "loss_scale": "only the last answers of a row are trained",
+        "sft_mock_dataset_config_json": "random tokens are not pairs",
+        "sequence_packing_scheduler": "it balances single sequences",
+        **_ALL_ROWS_ARE_READ,
+        **_TRUNK_IS_TRAINED,
+    }
+
+
+_COMPLETIONS_ARE_DRAWN = {
+    "sft_mock_dataset_config_json": "random tokens are not prompts",
+    "mtp_graft_from": "train the grafted heads by megatron sft first",
+    **_ALL_ROWS_ARE_READ,
+    **_TRUNK_IS_TRAINED,
+}
+
 
 @dataclass(frozen=True)
 class GrpoArgs(rl_fields.RewardArgs, rl_fields.RolloutArgs, rl_fields.PolicyArgs, SftArgs):
     """Fine-tune a language model on rewards of its completions (GRPO), which its Multi-Token Prediction heads draft."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "loss_scale": "all tokens of completions are trained",
+        **_COMPLETIONS_ARE_DRAWN,
+    }
+
 
 @dataclass(frozen=True)
 class GkdArgs(rl_fields.DistillationArgs, SftArgs):
     """Distil a teacher model into a smaller model (GKD), on answers and on completions that the model generates."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {**_ROWS_HAVE_NO_IMAGES, **_COMPLETIONS_ARE_DRAWN}
 
 
 @dataclass(frozen=True)

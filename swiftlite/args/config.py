@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from swiftlite.args.docs import Choices, Option, options
+from swiftlite.args.docs import Choices, Option, options, unsupported
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import OptionError, UserError, clip
 from swiftlite.base.json_file import MAX_DEPTH, parse_json, repeated_keys
@@ -389,7 +389,7 @@ def values_from_file(
         command: words of the command that reads the file; a file of another command is a problem. If empty, files of
             all commands are accepted.
     """
-    known = options(args_class, choices)
+    known, without = options(args_class, choices), unsupported(args_class)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     entries = read_file(path)
@@ -402,6 +402,11 @@ def values_from_file(
         return {}, [(f"{where}: the file has options of {written_for}, not of {command}", hint)]
     for key, (value, where) in entries.items():
         name = str(key).replace("-", "_")
+        if name in without:
+            if value != getattr(args_class, name):  # args.json of a run has their defaults
+                problem, hint = not_supported(name, command or "this command", without[name])
+                problems.append((f"{where}: {problem}", hint))
+            continue
         if name not in known:
             problems.append((f"{where}: unknown option {key}", _suggestion(name, known, command)))
             continue
@@ -410,6 +415,11 @@ def values_from_file(
         except UserError as error:
             problems.append((f"{where}: invalid value for {key}: {error.problem}", error.hint))
     return values, problems
+
+
+def not_supported(name: str, command: str, why: str) -> Problem:
+    """Return the problem of an option in `docs.unsupported`."""
+    return f"--{name} is not supported by {command}: {why}", f"remove --{name}"
 
 
 def _suggestion(name: str, known: Collection[str], command: str) -> str:

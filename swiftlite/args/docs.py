@@ -30,8 +30,13 @@ class Option:
     """Name of the class that declares the field."""
 
 
+def unsupported(args_class: type) -> Mapping[str, str]:
+    """Return the fields of a class that the training command does not have as options, with the reasons."""
+    return getattr(args_class, "UNSUPPORTED", {})
+
+
 def options(args_class: type, choices: Choices | None = None) -> dict[str, Option]:
-    """Return the fields of the class by name, in the order of `--help`."""
+    """Return the options of a command or of a group by name, in the order of `--help`."""
     types = typing.get_type_hints(args_class)
     for name, values in (choices or {}).items():
         kind: Any = Literal[tuple(values)]
@@ -43,6 +48,8 @@ def options(args_class: type, choices: Choices | None = None) -> dict[str, Optio
         owners |= dict.fromkeys(inspect.get_annotations(owner), owner)
     found = {}
     for field in dataclasses.fields(args_class):
+        if field.name in unsupported(args_class):
+            continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()

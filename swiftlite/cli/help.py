@@ -31,7 +31,7 @@ def overview(prefix: str = "") -> str:
 
 
 def command_help(command: Command) -> str:
-    """Return the usage and all supported options of a command."""
+    """Return the usage and all options of a command."""
     width = min(shutil.get_terminal_size().columns, 110)
     first = "[FILE.yaml|FILE.json]"
     if command.first_option:
@@ -47,11 +47,8 @@ def command_help(command: Command) -> str:
             "MASTER_PORT."
         )
     text += ["", *textwrap.wrap(usage, width)]
-    unsupported = command.unsupported()
-    for heading, group in groups(command.args_class, command.choices()).items():
-        members = [option for option in group if option.name not in unsupported]
-        if members:
-            text += ["", f"{heading}:"]
+    for heading, members in groups(command.args_class, command.choices()).items():
+        text += ["", f"{heading}:"]
         for option in members:
             text.append(f"  --{option.name} {placeholder(option.type)}")
             words = textwrap.wrap(option.doc + default_words(option), width - 6, break_on_hyphens=False)

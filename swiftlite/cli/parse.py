@@ -8,8 +8,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from swiftlite.args.config import Problem, convert, near, split_type, values_from_file
-from swiftlite.args.docs import Choices, Option, options
+from swiftlite.args.config import Problem, convert, near, not_supported, split_type, values_from_file
+from swiftlite.args.docs import Choices, Option, options, unsupported
 from swiftlite.base.errors import OptionError, UserError
 
 
@@ -34,7 +34,7 @@ def parse(
     Raises:
         OptionError: arguments are invalid; the error lists all of them, with similar options if there are any.
     """
-    known = options(args_class, choices)
+    known, without = options(args_class, choices), unsupported(args_class)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     if argv and not argv[0].startswith("-"):
@@ -46,6 +46,9 @@ def parse(
     seen = set()
     for flag, texts in flags:
         name = name_of(flag)
+        if name in without:
+            problems.append(not_supported(name, command, without[name]))
+            continue
         if name not in known:
             problems.append((f"unknown option {flag} for swiftlite {command}", _suggest(name, known, command)))
             continue

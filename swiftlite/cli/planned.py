@@ -5,7 +5,6 @@ from typing import Any
 
 from swiftlite.args.commands import PlanArgs, PlannedRun, SftArgs
 from swiftlite.args.config import COMMAND_KEY, read_file
-from swiftlite.args.docs import options
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.memory_plan import report_memory
 from swiftlite.cli.parse import name_of, split
@@ -39,7 +38,10 @@ def planned_command(command: Command, argv: list[str]) -> Command:
 
 def _words_for(given: set[str]) -> str:
     """Return the words of the first training command that has all given options, or most of them."""
-    unknown = {words: len(given - set(options(method.args_class))) for words, method in training_commands().items()}
+    unknown = {}
+    for words, method in training_commands().items():
+        # Also options that the command does not support: their message gives the reason.
+        unknown[words] = len(given - {field.name for field in dataclasses.fields(method.args_class)})
     has_completions = "max_completion_length" in given
     if "teacher_model" in given and not has_completions:  # `megatron grpo` also has teachers
         unknown = {"megatron gkd": unknown["megatron gkd"]} | unknown

@@ -2,7 +2,7 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,6 @@ class Command:
             return {}
         option, names = ENGINE_OPTIONS[self.args_class]
         return {option: names()}
-
-    def unsupported(self) -> Mapping[str, str]:
-        """Return the options of the argument class that this command does not support, with the reasons."""
-        method = training_commands().get(self.words)
-        if method is None:
-            return {}
-        return vars(method.load_rules()).get("UNSUPPORTED", {})
 
     def load(self) -> Callable[[Any], int | None]:
         module, function = self.target.split(":")

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.quantized_heads import quantized_modules
 from swiftlite.families.resolved import HfModel
@@ -13,16 +12,16 @@ def quantization_of(model: HfModel) -> dict[str, Any]:
     """Return the quantization of a model; empty for a plain model.
 
     Returns:
-        `format` is the `quant_method` of config.json, with the format of compressed-tensors in parentheses. `weights`
+        `format` is the method in config.json, with the format of compressed-tensors in parentheses. `weights`
             has one entry for each kind of quantized weights, with `bits` and, if they exist, `group_size` or `block`
             (rows and columns). `activation_bits` is present if engines also round activations. `heads`, which is
             present if the model has MTP heads, is "keep" or "block", as for `export --quant_heads`.
     """
-    quantization = model.config.get("quantization_config")
-    if not quantization:
+    quantization = model.quantization
+    if quantization is None:
         return {}
-    found: dict[str, Any] = {"format": describe_quantization(model.config), "weights": _weights(quantization)}
-    if bits := _activation_bits(quantization):
+    found: dict[str, Any] = {"format": quantization.words, "weights": quantization.weights}
+    if bits := quantization.activation_bits:
         found["activation_bits"] = bits
     if model.heads.layers:
         modules = quantized_modules(Checkpoint(model.directory).stored)
@@ -47,41 +46,6 @@ def quantization_words(described: Mapping[str, Any]) -> str:
     if "heads" in described:
         parts.append({"keep": "MTP layers are not quantized", "block": "trunk and MTP layers"}[described["heads"]])
     return ", ".join(part for part in parts if part)
-
-
-def _weights(quantization: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the distinct kinds of quantized weights."""
-    kinds = []
-    for weights in _declared_weights(quantization):
-        kind = {"bits": weights.get("num_bits", weights.get("bits", 8))}
-        size = weights.get("group_size")
-        if size is not None and size > 0:
-            kind["group_size"] = size
-        if block := weights.get("block_structure"):
-            kind["block"] = [int(length) for length in block.split("x")] if isinstance(block, str) else block
-        if kind not in kinds:
-            kinds.append(kind)
-    return kinds
-
-
-def _declared_weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the description of each kind of weights in compressed-tensors' words; GPTQ and AWQ say `bits`."""
-    if "config_groups" in quantization:
-        return [group["weights"] for group in quantization["config_groups"].values()]
-    if quantization["quant_method"] == "fp8":
-        return [{"bits": 8, "block_structure": quantization.get("weight_block_size")}]
-    if quantization["quant_method"] == "mxfp4":
-        return [{"bits": 4, "group_size": 32}]
-    return [quantization]
-
-
-def _activation_bits(quantization: Mapping[str, Any]) -> int | None:
-    """Return the number of bits to which engines round activations; None if they do not round them."""
-    if quantization["quant_method"] == "fp8":
-        return 8
-    groups = quantization.get("config_groups", {}).values()
-    bits = [group["input_activations"].get("num_bits", 8) for group in groups if group.get("input_activations")]
-    return min(bits, default=None)
 
 
 def _weights_words(kind: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ no draft is accepted. `families/serving/built.py` contains the rules of the engi
 from collections.abc import Mapping, Sequence
 
 from swiftlite.base.errors import UserError
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo
@@ -42,32 +43,34 @@ def quantized_head_problems(model: HfModel, engines: Sequence[str] | None = None
     Args:
         engines: names of engines; default: all engines for which quantization_config can describe these heads.
     """
-    quantization = model.config.get("quantization_config")
-    if not quantization or not model.heads.layers or quantization.get("quant_method") not in METHODS:
+    quantization = model.quantization
+    if quantization is None or not model.heads.layers or quantization.method not in METHODS:
         return []
     modules = quantized_modules(Checkpoint(model.directory).stored)
-    return problems_of(model, modules, engines)
+    return problems_of(quantization, model, modules, engines)
 
 
-def problems_of(model: HfModel, modules: Mapping[str, bool], engines: Sequence[str] | None = None) -> list[str]:
-    """Return the result of `quantized_head_problems` for files with other tensors.
+def problems_of(
+    quantization: Quantization, model: HfModel, modules: Mapping[str, bool], engines: Sequence[str] | None = None
+) -> list[str]:
+    """Return the result of `quantized_head_problems` for files with another quantization and other tensors.
 
     Args:
-        model: a model with quantization_config and heads.
+        model: a model with heads.
         modules: for each module with a weight, whether it is quantized.
     """
     if engines is None:
-        unlisted = _unlisted(model, modules)
+        unlisted = _unlisted(quantization, model, modules)
         engines = [engine for engine in MATCHINGS if engine not in unlisted]
-    return head_problems(model.config["quantization_config"], model.family, model.config, modules, engines)
+    return head_problems(quantization, model.family, model.config, modules, engines)
 
 
 def unsupported_engines(model: HfModel) -> list[str]:
     """Return the engines for which no quantization_config can describe the heads of a quantized model."""
-    quantization = model.config.get("quantization_config")
-    if not quantization or not model.heads.layers:
+    quantization = model.quantization
+    if quantization is None or not model.heads.layers:
         return []
-    return _unlisted(model, quantized_modules(Checkpoint(model.directory).stored))
+    return _unlisted(quantization, model, quantized_modules(Checkpoint(model.directory).stored))
 
 
 def check_quantized_heads(model: HfModel, info: EngineInfo) -> None:
@@ -85,8 +88,7 @@ def check_quantized_heads(model: HfModel, info: EngineInfo) -> None:
         raise UserError(f"--model {model.directory}: config.json does not describe the MTP heads:\n  {lines}", hint)
 
 
-def _unlisted(model: HfModel, modules: Mapping[str, bool]) -> list[str]:
+def _unlisted(quantization: Quantization, model: HfModel, modules: Mapping[str, bool]) -> list[str]:
     in_head = head_modules(model.family, model.config, 0)
     keeps_block = not any(modules.get(in_head.prefix + name) for name in in_head.projections)
-    method = model.config["quantization_config"].get("quant_method")
-    return unlisted_engines(method, model.family, model.config, keeps_block=keeps_block)
+    return unlisted_engines(quantization.method, model.family, model.config, keeps_block=keeps_block)

@@ -7,9 +7,8 @@ codes and scales, because another choice of scales would change numbers.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -20,6 +19,7 @@ from swiftlite.bridge.encoding.blocks import Blocks
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.fp8 import WritableFp8
 from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some
 from swiftlite.engines.quantized_heads import problems_of, quantized_head_problems
 from swiftlite.export.schemes import QuantHeads
@@ -39,9 +39,8 @@ def fp8_model_of(args: ExportArgs) -> HfModel | None:
         )
         return None
     model = resolve(name)
-    quantization = model.config.get("quantization_config") or {}
-    block = [args.quant_block, args.quant_block]
-    if quantization.get("quant_method") != "fp8" or quantization.get("weight_block_size") != block:
+    quantization, block = model.quantization, [args.quant_block, args.quant_block]
+    if quantization is None or quantization.method != "fp8" or quantization.content.get("weight_block_size") != block:
         return None
     return model
 
@@ -56,7 +55,8 @@ class Fp8Source:
     def __init__(self, model: HfModel):
         self._model = model
         self._checkpoint = Checkpoint(model.directory, format_of(model.config))
-        self._has_powers_of_two = model.config["quantization_config"].get("scale_fmt") == "ue8m0"
+        self._quantization = Quantization(model.config["quantization_config"])
+        self._has_powers_of_two = self._quantization.content.get("scale_fmt") == "ue8m0"
 
     def __enter__(self) -> Self:
         return self
@@ -85,8 +85,8 @@ class Fp8Source:
         scales = stored.entries[1]
         return WritableFp8(**vars(stored.encoding), scale_dtype=scales.dtype, rounds_scales_up=self._has_powers_of_two)
 
-    def quantization_config(self, export: HfModel, is_quantized: Mapping[str, bool]) -> dict[str, Any]:
-        """Return the quantization_config of an export: that of the model. If it does not describe the export's heads,
+    def quantization(self, export: HfModel, is_quantized: Mapping[str, bool]) -> Quantization:
+        """Return the quantization of an export: that of the model. If it does not describe the export's heads,
         their plain modules are added.
 
         Args:
@@ -96,15 +96,14 @@ class Fp8Source:
         Raises:
             UserError: no list can describe the heads.
         """
-        quantization = self._model.config["quantization_config"]
-        if not export.heads.layers or not _problems(export, quantization, is_quantized):
-            return quantization
+        if not export.heads.layers or not problems_of(self._quantization, export, is_quantized):
+            return self._quantization
         for problem in quantized_head_problems(self._model):
             logger.warning("%s: config.json does not describe the MTP heads: %s", self._model.name, problem)
         in_heads = (name for name in is_quantized if export.family.is_mtp(export.config, f"{name}.weight"))
         keeps_block = not any(is_quantized[name] for name in in_heads)
-        listed = with_heads_kept(quantization, export.family, export.config, keeps_block=keeps_block)
-        if problems := _problems(export, listed, is_quantized):
+        listed = with_heads_kept(self._quantization, export.family, export.config, keeps_block=keeps_block)
+        if problems := problems_of(listed, export, is_quantized):
             lines = "\n  ".join(some(problems))
             raise UserError(
                 f"the quantization_config of {self._model.name} cannot describe the MTP heads:\n  {lines}",
@@ -134,9 +133,3 @@ class Fp8Source:
 def _in_heads(model: HfModel, keys: Iterable[str]) -> set[str]:
     """Return the HF keys that belong to MTP heads."""
     return {key for key in keys if model.family.is_mtp(model.config, key)}
-
-
-def _problems(export: HfModel, quantization: Mapping[str, Any], is_quantized: Mapping[str, bool]) -> list[str]:
-    """Return the problems of an export's heads with a quantization_config."""
-    described = replace(export, config={**export.config, "quantization_config": quantization})
-    return problems_of(described, is_quantized)

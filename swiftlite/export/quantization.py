@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.index import format_of
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.encoding.stored import dtype_name
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import write_patched
@@ -113,14 +113,14 @@ class _Copy:
         entries: tensors to write, by HF key; a quantized matrix before its encoding.
         encodings: how each matrix that is quantized here is stored.
         stored_in: the checkpoint from which each tensor is read.
-        declared: the quantization_config.
+        declared: the quantization that config.json declares.
     """
 
     matrices: int
     entries: Mapping[str, Entry]
     encodings: Mapping[str, WritableEncoding]
     stored_in: Mapping[str, Checkpoint]
-    declared: Mapping[str, Any]
+    declared: Quantization
 
 
 def _quantize(
@@ -207,9 +207,9 @@ def _copy_of(
     if source:
         weights = [key for key in entries if key.endswith(".weight")]
         is_quantized = {key.removesuffix(".weight"): key in encodings for key in weights}
-        declared = source.quantization_config(model, is_quantized)
+        declared = source.quantization(model, is_quantized)
     else:
-        declared = quantization_config(model, scheme, plain_modules, keeps_heads=quant_heads != "block")
+        declared = _declared(model, scheme, plain_modules, keeps_heads=quant_heads != "block")
     return _Copy(len(matrices), entries, encodings, stored_in, declared)
 
 
@@ -289,16 +289,16 @@ def _projections(rows: Iterable[Row]) -> Iterator[str]:
                 yield module
 
 
-def quantization_config(model: HfModel, scheme: Scheme, plain: Iterable[str], *, keeps_heads: bool) -> dict[str, Any]:
-    """Return the quantization_config of the result.
+def _declared(model: HfModel, scheme: Scheme, plain: Iterable[str], *, keeps_heads: bool) -> Quantization:
+    """Return the quantization of the result.
 
     Args:
         plain: modules of the trunk with a matrix that is not quantized.
     """
     key = "ignore"
-    if scheme.config["quant_method"] == "fp8":
+    if scheme.weights is None:  # DeepSeek's format
         key = "modules_to_not_convert"
-    quantization = {**scheme.config, key: list(plain)}
+    quantization = Quantization({**scheme.config, key: list(plain)})
     if not model.heads.layers:
         return quantization
     return with_heads_kept(quantization, model.family, model.config, keeps_block=keeps_heads)
@@ -345,9 +345,9 @@ def _write(
     return False
 
 
-def _write_small_files(model: HfModel, out_dir: Path, quantization: Mapping[str, Any]) -> None:
+def _write_small_files(model: HfModel, out_dir: Path, quantization: Quantization) -> None:
     """Copy all files except weights, and declare the quantization in config.json."""
     for path in small_files(model.directory):
         if path.name != "config.json":
             shutil.copy2(path, out_dir / path.name)
-    write_patched(model.directory, out_dir, {"quantization_config": quantization})
+    write_patched(model.directory, out_dir, {"quantization_config": quantization.content})

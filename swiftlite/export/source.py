@@ -181,10 +181,10 @@ def _check_quantized_trunk(args: ExportArgs, state: CheckpointState) -> None:
         if not state.trunk.keeps_files:
             raise UserError("--dequantize does not apply: the trunk of the run is not quantized", "remove it")
         return
-    for name in ("quant_method", "torch_dtype"):
-        if state.trunk.keeps_files and vars(args)[name]:
+    for flag, value in (("--quant_method", args.quant_method), ("--torch_dtype", args.torch_dtype)):
+        if state.trunk.keeps_files and value:
             raise UserError(
-                f"--{name} {vars(args)[name]} does not apply to the quantized trunk, whose files are kept",
+                f"{flag} {value} does not apply to the quantized trunk, whose files are kept",
                 "remove it, or add --dequantize true",
             )
 

@@ -20,6 +20,7 @@ from swiftlite.base.heads import Heads, depth_key
 from swiftlite.base.log import logger
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.carry import copy_trunk
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, dtype_change, read_config, write_patched
 from swiftlite.bridge.rows import shapes_of
@@ -254,8 +255,9 @@ def quantization_with_heads(trunk: HfModel, heads: Heads) -> dict[str, Any]:
     if not heads.layers:
         return {}
     config = {**trunk.config, **trunk.family.config_with(trunk.config, heads)}
-    quantization = with_heads_kept(config["quantization_config"], trunk.family, config, keeps_block=True)
-    return {"quantization_config": quantization}
+    quantization = Quantization(config["quantization_config"])
+    listed = with_heads_kept(quantization, trunk.family, config, keeps_block=True)
+    return {"quantization_config": listed.content}
 
 
 @contextmanager

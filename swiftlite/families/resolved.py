@@ -9,10 +9,12 @@ from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.hf_config import HEADS_FILE, read_config
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.serving import stock
+from swiftlite.families.tower import Tower
 from swiftlite.hub.model import local_model
 from swiftlite.hub.name import models_in
 
@@ -50,9 +52,14 @@ class HfModel:
         return positions if limit is None else min(positions, limit)
 
     @property
+    def quantization(self) -> Quantization | None:
+        """The quantization that config.json declares."""
+        return Quantization.of(self.config)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether config.json declares a quantization."""
-        return self.config.get("quantization_config") is not None
+        return self.quantization is not None
 
     @property
     def identity(self) -> str:
@@ -62,6 +69,11 @@ class HfModel:
         if self.directory == Path(self.name):
             return ""
         return self.directory.name
+
+    @property
+    def tower(self) -> Tower | None:
+        """The tower that a run of the model computes; None without one."""
+        return self.family.tower(self.config)
 
     @property
     def computes_images(self) -> bool:

@@ -11,8 +11,8 @@ fits.
 A frozen trunk is a `ComputedTrunk` whose model computes no gradients (`ModelSettings.freeze_trunk`). A quantized trunk
 is decoded when it is loaded, and differs only in exports (`plan/trunk.py`).
 
-A streamed trunk (`--stream_trunk`) is larger than the memory. All micro-batches of a group pass through a layer, while
-a thread reads the next layer from the files:
+A streamed trunk (not `Trunk.holds_layers`) is larger than the memory. All micro-batches of a group pass through a
+layer, while a thread reads the next layer from the files:
 
     layer in use   1             2             3
     computes       1 for all     2 for all     3 for all     micro-batches of the group
@@ -285,7 +285,7 @@ class StreamedTrunk:
 
     def __init__(self, model: GPTModel, hf_model: HfModel, mesh: Mesh, trunk: Trunk):
         assert isinstance(model.decoder, StreamedBlock)
-        tower = hf_model.family.tower(hf_model.config)
+        tower = hf_model.tower
         assert tower is None or not tower.num_deepstack  # layers are computed without the tower's outputs
         self._model, self._block = model, model.decoder
         self._hf_model = hf_model
@@ -300,7 +300,7 @@ class StreamedTrunk:
 
     def output(self, model: nn.Module, batch: Batch) -> None:
         """Refuse to read all layers for one micro-batch. Only the cache calls this function, for an output that it
-        lacks, because `--stream_trunk` requires a cache (`rules/training/sft_heads.py`).
+        lacks, because a streamed trunk requires one (`rules/training/sft_heads.py`).
 
         Raises:
             UserError: always.

@@ -15,6 +15,7 @@ from swiftlite.args.config import near
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.base.json_file import read_json
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
@@ -55,7 +56,7 @@ class Facts:
     @property
     def is_quantized(self) -> bool:
         """Whether config.json declares a quantization."""
-        return self.hf_config.get("quantization_config") is not None
+        return Quantization.of(self.hf_config) is not None
 
     @property
     def max_pixels(self) -> int | None:

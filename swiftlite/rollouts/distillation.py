@@ -7,8 +7,7 @@ completions are stored like those of `megatron grpo`, in a file with the number 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -31,19 +30,9 @@ from swiftlite.plan.distillation import is_on_policy, on_policy_steps, teacher_l
 from swiftlite.rollouts.draw import draw
 from swiftlite.rollouts.engine import check_servers, drafts, sampling_of, send_weights, start_rollout_engine
 from swiftlite.rollouts.generation import Generation
-from swiftlite.rollouts.policy_identity import NAME, PolicyIdentity, is_drawn_by
+from swiftlite.rollouts.policy_identity import NAME
 from swiftlite.rollouts.rollouts import RolloutBatches
-from swiftlite.rollouts.stored import (
-    FOLDER,
-    check_generation,
-    file_of,
-    first_needed,
-    hint_for,
-    load_if_whole,
-    on_first_rank,
-    remove_old,
-    write_generation,
-)
+from swiftlite.rollouts.stored import FOLDER, GenerationFiles, on_first_rank
 from swiftlite.rollouts.training import load_prompts
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
@@ -140,8 +129,7 @@ class Distillation:
         weights: the current weights of the run.
         engine: generates completions on the first rank; None on other ranks, and if all completions are read.
         sampling: sampling settings without `numbers`.
-        directory: where completions are stored.
-        reads_only: whether `directory` belongs to another run (`--rollouts_from`).
+        files: the stored completions.
     """
 
     run: Run
@@ -149,8 +137,7 @@ class Distillation:
     weights: LiveWeights
     engine: Engine | None
     sampling: Sampling
-    directory: Path
-    reads_only: bool
+    files: GenerationFiles
     resources: ExitStack = field(default_factory=ExitStack)
 
     @cached_property
@@ -177,37 +164,25 @@ class Distillation:
         """Return the rows of a step (counted from 0)."""
         return self.run.rows.sources(self.sampler.global_batch(step))
 
-    @cached_property
-    def _identity(self) -> PolicyIdentity:
-        return PolicyIdentity(self.run)
-
     def _policy(self, step: int) -> dict[str, str]:
         """Return the identity of the policy that generates the completions of a step."""
         before = next((each for each in reversed(range(step)) if is_on_policy(self.args, each)), -1)
-        return self._identity.before(load_if_whole(file_of(self.directory, before)))
+        return self.files.policy_after(self.files.load_if_whole(before))
 
-    def _read(self, step: int, prompts: Sequence[Sample], settings: Mapping[str, Any]) -> Generation | None:
+    def _read(self, step: int, prompts: Sequence[Sample]) -> Generation | None:
         """Return the stored completions of a step; None if they must be generated.
 
         Raises:
             UserError: the file is damaged, or belongs to other prompts or options.
         """
-        path = file_of(self.directory, step)
-        if not self.reads_only and not path.exists():
-            return None
-        generation = Generation.load(path, hint_for(self.reads_only))
-        if not self.reads_only and not is_drawn_by(generation, self._policy(step), path):
-            return None
-        vocab_size = self.run.hf_model.config["vocab_size"]
-        check_generation(path, generation, prompts, settings, vocab_size, reads_only=self.reads_only)
+        generation = self.files.read(step, partial(self._policy, step))
+        if generation is not None:
+            self.files.check(step, generation, prompts)
         return generation
 
     def _open(self, step: int, prompts: Sequence[Sample]) -> Generation:
         """Return the completions of a step; the weights are those before it. Collective."""
-        path = file_of(self.directory, step)
-        names = ("temperature", "max_completion_length")
-        settings = {name: getattr(self.args, name) for name in names}
-        if stored := on_first_rank(lambda: self._read(step, prompts, settings)):
+        if stored := on_first_rank(lambda: self._read(step, prompts)):
             return stored
 
         with EarlyStop() as stop:
@@ -215,13 +190,10 @@ class Distillation:
 
             def draw_and_write() -> Generation:
                 assert self.engine is not None
-                args = self.args
-                described = {**settings, NAME: self._policy(step)}
+                described = {**self.files.settings, NAME: self._policy(step)}
                 with stop.raising():
                     generation = draw(self.engine, self.sampling, prompts, step * len(prompts), described)
-                write_generation(path, generation, self.run.tokenizer)
-                if args.rollouts_total_limit:
-                    remove_old(self.directory, args.rollouts_total_limit, first_needed(self.run.output_dir, steps=1))
+                self.files.write_drawn(step, generation)
                 return generation
 
             return on_first_rank(draw_and_write)
@@ -236,17 +208,17 @@ def prompt_of(sample: Sample) -> Sample:
     return make_sample(ids, np.zeros(len(ids)), sample.source)
 
 
-def check_stored(args: GkdArgs, directory: Path, num_steps: int) -> None:
+def check_stored(files: GenerationFiles, args: GkdArgs, num_steps: int) -> None:
     """Check that the completions of --rollouts_from suffice.
 
     Raises:
         UserError: the completions of a step are missing.
     """
     for step in on_policy_steps(args, num_steps):
-        if file_of(directory, step).exists():
+        if files.file(step).exists():
             continue
-        problem = f"--rollouts_from {directory} has no completions of step {step + 1} of {num_steps}"
-        inner = directory / FOLDER
+        problem = f"--rollouts_from {files.directory} has no completions of step {step + 1} of {num_steps}"
+        inner = files.directory / FOLDER
         if inner.is_dir():
             raise UserError(problem, f"use --rollouts_from {inner}")
         raise UserError(problem, "use the --lmbda and --seed of its run, and at most as many --train_iters")
@@ -260,13 +232,13 @@ def open_distillation(run: Run) -> TrainBatches:
     """
     args: Any = run.args
     assert isinstance(args, GkdArgs)
-    directory = Path(args.rollouts_from) if args.rollouts_from else run.output_dir / FOLDER
+    files = GenerationFiles(run, args, ("temperature", "max_completion_length"))
     with ExitStack() as stack:
         engines: list[Engine] = []
 
         def start() -> None:
-            if args.rollouts_from:
-                check_stored(args, directory, run.schedule.steps)
+            if files.reads_only:
+                check_stored(files, args, run.schedule.steps)
             elif on_policy_steps(args, run.schedule.steps):
                 engines.append(start_rollout_engine(run, args))
                 stack.callback(engines[0].close)
@@ -280,8 +252,7 @@ def open_distillation(run: Run) -> TrainBatches:
             ),
             engine=engines[0] if engines else None,
             sampling=sampling_of(run, args),
-            directory=directory,
-            reads_only=args.rollouts_from is not None,
+            files=files,
             resources=stack.pop_all(),
         )
     return TrainBatches(steps.train, sources_of=steps.sources_of, release=steps.resources.close)

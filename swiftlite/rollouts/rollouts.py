@@ -9,8 +9,7 @@ Completions of held-out prompts are drawn in the same way, and only their metric
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,26 +19,16 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
-from swiftlite.families.index import image_sizes
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts, send_weights
 from swiftlite.rollouts.frozen import FrozenPolicy
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.held_out import HeldOutPrompts, evaluation_figures
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
-from swiftlite.rollouts.policy_identity import NAME, PolicyIdentity, is_drawn_by
+from swiftlite.rollouts.policy_identity import NAME
 from swiftlite.rollouts.prompts import Prompts
 from swiftlite.rollouts.resample import Resampling
-from swiftlite.rollouts.stored import (
-    check_generation,
-    file_of,
-    first_needed,
-    hint_for,
-    load_if_whole,
-    on_first_rank,
-    remove_old,
-    write_generation,
-)
+from swiftlite.rollouts.stored import GenerationFiles, on_first_rank
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.phases import Run
@@ -63,8 +52,7 @@ class Rollouts:
         drawing: draws completions on the first rank; None on other ranks, and if all generations are read.
         frozen: the frozen models of the loss by name, see `open_frozen_policies`.
         held_out: prompts of evaluations; None without evaluations.
-        directory: where generations are stored.
-        reads_only: whether `directory` belongs to another run (`--rollouts_from`).
+        files: the stored generations.
     """
 
     run: Run
@@ -72,8 +60,7 @@ class Rollouts:
     drawing: Drawing | None
     frozen: Mapping[str, FrozenPolicy]
     held_out: HeldOutPrompts | None
-    directory: Path
-    reads_only: bool
+    files: GenerationFiles
     resources: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -101,7 +88,7 @@ class Rollouts:
                 rank.
         """
         args = self.args
-        number, within = divmod(step, args.steps_per_generation * args.num_iterations)
+        number, within = divmod(step, self.files.steps)
         if number != self._number:
             self._generation = self._open(number, step)
             self._samples = self._samples_of(number, self._generation)
@@ -157,8 +144,7 @@ class Rollouts:
 
     def _open(self, number: int, step: int) -> Generation:
         """Return a generation; the weights are those before `step`. Collective."""
-        path = file_of(self.directory, number)
-        generation = on_first_rank(lambda: self._read(path, number, step))
+        generation = on_first_rank(lambda: self._read(number, step))
         if generation is not None:
             if self._is_used_again and np.isnan(generation.old_log_p).any():
                 # It was drawn for a single step, so the weights that drew it are still the current ones.
@@ -169,20 +155,8 @@ class Rollouts:
             send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
             generation = on_first_rank(lambda: self._draw(number, step, stop))
         generation = self._with_log_probabilities(number, generation)
-        on_first_rank(lambda: self._write_drawn(path, generation))
+        on_first_rank(lambda: self.files.write_drawn(number, generation))
         return generation
-
-    def _write_drawn(self, path: Path, generation: Generation) -> None:
-        """Write a generation and, with `--rollouts_total_limit`, delete old ones."""
-        self._write(path, generation)
-        args = self.args
-        if args.rollouts_total_limit:
-            steps = args.steps_per_generation * args.num_iterations
-            remove_old(self.directory, args.rollouts_total_limit, first_needed(self.run.output_dir, steps))
-
-    def _write(self, path: Path, generation: Generation) -> None:
-        sizes = image_sizes(self.run.hf_model.config)
-        write_generation(path, generation, self.run.tokenizer, sizes and sizes.image_token_id)
 
     def _prompts_of(self, number: int, generation: Generation) -> list[Sample]:
         """Return the prompt of each completion of a generation."""
@@ -192,26 +166,17 @@ class Rollouts:
         """Return the completions of a generation as samples, with the images of their prompts."""
         return generation.samples(self._prompts_of(number, generation))
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the options that must be those of the run that drew the completions."""
-        args = self.args
-        return {name: getattr(args, name) for name in ("temperature", "max_completion_length", "num_generations")}
-
-    @cached_property
-    def _identity(self) -> PolicyIdentity:
-        return PolicyIdentity(self.run)
-
     def _policy(self, number: int) -> dict[str, str]:
         """Return the identity of the policy that draws a generation. This is the work of the first rank."""
         previous = self._generation
         if self._number != number - 1:  # the first generation that a resumed run needs
-            previous = load_if_whole(file_of(self.directory, number - 1))
-        return self._identity.before(previous)
+            previous = self.files.load_if_whole(number - 1)
+        return self.files.policy_after(previous)
 
     def _draw(self, number: int, step: int, stop: EarlyStop) -> Generation:
         """Return a generation with scores. This is the work of the first rank."""
         assert self.drawing is not None
-        args, settings = self.args, {**self._settings(), NAME: self._policy(number)}
+        args, settings = self.args, {**self.files.settings, NAME: self._policy(number)}
         with stop.raising():
             if args.dynamic_sample:
                 resampling = Resampling(self.drawing, self.prompts, args.max_resample_times)
@@ -247,36 +212,33 @@ class Rollouts:
     @property
     def _is_used_again(self) -> bool:
         """Whether a generation is used for several steps, so that the policy changes in between."""
-        return self.args.steps_per_generation * self.args.num_iterations > 1
+        return self.files.steps > 1
 
-    def _read(self, path: Path, number: int, step: int) -> Generation | None:
+    def _read(self, number: int, step: int) -> Generation | None:
         """Return a stored generation, with scores by the reward functions of this run; None if it must be drawn.
 
         Raises:
             UserError: the file is damaged, or belongs to other prompts or options.
         """
-        if not self.reads_only and not path.exists():
-            return None
-        generation = Generation.load(path, hint_for(self.reads_only))
         # Within a generation, the weights are no longer those that drew it. It was drawn by this run before the
         # checkpoint, and has the log-probabilities of its policy.
-        is_first_step = step % (self.args.steps_per_generation * self.args.num_iterations) == 0
-        if is_first_step and not self.reads_only and not is_drawn_by(generation, self._policy(number), path):
+        is_first_step = step % self.files.steps == 0
+        generation = self.files.read(number, partial(self._policy, number) if is_first_step else None)
+        if generation is None:
             return None
-        prompts = self._prompts_of(number, generation)
-        vocab_size = self.run.hf_model.config["vocab_size"]
-        check_generation(path, generation, prompts, self._settings(), vocab_size, reads_only=self.reads_only)
-        if self.reads_only:
+        prompts, path = self._prompts_of(number, generation), self.files.file(number)
+        self.files.check(number, generation, prompts)
+        if self.files.reads_only:
             return with_policy_of_engine(generation, path)
         assert self.drawing is not None
         if self.drawing.needs_scores(generation):
             logger.info("%s is scored again: a reward function failed or was changed", path)
             generation = self.drawing.score(generation, prompts, step + 1)
-            self._write(path, generation)
+            self.files.write(number, generation)
         return generation
 
 
-def with_policy_of_engine(generation: Generation, path: Path) -> Generation:
+def with_policy_of_engine(generation: Generation, path: object) -> Generation:
     """Return the completions of another run with the log-probabilities of the policy that generated them.
 
     Those of the engine are used if the run did not compute its own. The policy of this run is another one, as soon as

@@ -1,7 +1,9 @@
 """Read and write the generations of a run: files that are numbered in the order in which they are drawn."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,105 +12,165 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.answers import token_texts
+from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.image_inputs import images_of
 from swiftlite.data.sample import Sample
+from swiftlite.families.index import image_sizes
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.report.run_files import NUM_ROLLOUTS
 from swiftlite.rollouts.generation import Generation
+from swiftlite.rollouts.policy_identity import PolicyIdentity, is_drawn_by
+from swiftlite.train.phases import Run
 from swiftlite.train.stopping import Stopped
 
 FOLDER = "rollouts"
 
 
-def load_if_whole(path: Path) -> Generation | None:
-    """Return a stored generation; None if it is missing or damaged."""
-    try:
-        return Generation.load(path) if path.exists() else None
-    except UserError:
-        return None
+@dataclass
+class GenerationFiles:
+    """The generations of a run, or of another run that it reads (`--rollouts_from`), by number.
 
+    Only the first rank reads and writes them.
 
-def first_needed(output_dir: Path, steps: int) -> int:
-    """Return the number of the first generation that a run trains on if it resumes from its newest checkpoint.
-
-    Example: with checkpoint-10 and 4 steps per generation, step 11 trains on generation 2, counted from 0.
-
-    Args:
+    Attributes:
+        names: options that must be those of the run that drew the completions.
         steps: number of steps for which each generation is used.
     """
-    done = 0
-    if checkpoints := run_checkpoints(output_dir):
-        done = int(checkpoints[-1].name.removeprefix("checkpoint-"))
-    return done // steps
 
+    run: Run
+    args: CompletionArgs
+    names: Sequence[str]
+    steps: int = 1
 
-def remove_old(directory: Path, limit: int, needed: int) -> None:
-    """Delete the oldest stored generations.
+    @property
+    def directory(self) -> Path:
+        if self.args.rollouts_from:
+            return Path(self.args.rollouts_from)
+        return self.run.output_dir / FOLDER
 
-    Args:
-        limit: how many of the newest generations to keep.
-        needed: number of a generation that is kept with all later ones, and with the one before it, from which the
-            identity of its policy follows.
-    """
-    numbers = sorted(int(path.stem) for path in directory.glob("*.safetensors") if path.stem.isdigit())
-    num_unneeded = sum(number < needed for number in numbers) - 1
-    for number in numbers[: max(min(num_unneeded, len(numbers) - limit), 0)]:
-        path = file_of(directory, number)
-        path.with_suffix(".jsonl").unlink(missing_ok=True)
-        path.unlink()
+    @property
+    def reads_only(self) -> bool:
+        """Whether the generations are those of another run."""
+        return bool(self.args.rollouts_from)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options in `names`, which each generation stores."""
+        return {name: getattr(self.args, name) for name in self.names}
 
-def hint_for(reads_only: bool) -> str:
-    """Return what to do about a damaged file, of this run or of another one."""
-    return "copy the directory again" if reads_only else "delete it and the files after it, and use --resume"
+    def file(self, number: int) -> Path:
+        """Return the file of a generation."""
+        return self.directory / f"{number:06d}.safetensors"
 
+    def load_if_whole(self, number: int) -> Generation | None:
+        """Return a generation; None if it is missing or damaged."""
+        path = self.file(number)
+        try:
+            return Generation.load(path) if path.exists() else None
+        except UserError:
+            return None
 
-def check_generation(
-    path: Path,
-    generation: Generation,
-    prompts: Sequence[Sample],
-    settings: Mapping[str, Any],
-    vocab_size: int,
-    *,
-    reads_only: bool,
-) -> None:
-    """Check that a stored generation belongs to this run.
+    @cached_property
+    def _identity(self) -> PolicyIdentity:
+        return PolicyIdentity(self.run)
 
-    Args:
-        prompts: the prompt of each completion.
-        settings: the options that must be those of the run that drew the completions, by name.
-        vocab_size: number of tokens of the model.
-        reads_only: whether the file belongs to another run.
+    def policy_after(self, previous: Generation | None) -> dict[str, str]:
+        """Return the identity of the policy that draws the generation after `previous`."""
+        return self._identity.before(previous)
 
-    Raises:
-        UserError: it belongs to other prompts or options.
-    """
-    if len(generation) != len(prompts):
-        flags = "--global_batch_size"
-        if "num_generations" in settings:
-            flags += " and --steps_per_generation"
-        problem = f"{path} has {len(generation)} completions, not {len(prompts)}"
-        raise UserError(problem, f"use the {flags} of its run")
-    expected = np.concatenate([prompt.input_ids for prompt in prompts])
-    if not np.array_equal(generation.prompt_ids, expected):
-        raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
-    stored = generation.images or [()] * len(generation)
-    for found, prompt in zip(stored, prompts, strict=True):
-        images = images_of(prompt)
-        if [digest for _, digest in found] != [image.sha256 for image in images]:
-            raise UserError(f"{path} has completions of a prompt with other images, {prompt.source}", "restore them")
-    for name, value in settings.items():
-        if generation.settings.get(name) != value:
-            problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
-            raise UserError(problem, "use the options of its run")
-    if generation.completion_lengths.max() > settings["max_completion_length"]:
-        raise UserError(f"{path} has completions longer than --max_completion_length", hint_for(reads_only))
-    if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
-        raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")
-    logger.info("read %s: %d completions", path, len(generation))
+    def read(self, number: int, policy: Callable[[], dict[str, str]] | None) -> Generation | None:
+        """Return a stored generation; None if it must be drawn.
+
+        Args:
+            policy: returns the identity of the policy that would draw it; a generation of this run that another policy
+                drew is not used. None: any policy of this run can have drawn it.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = self.file(number)
+        if not self.reads_only and not path.exists():
+            return None
+        generation = Generation.load(path, self._hint)
+        if policy is None or self.reads_only or is_drawn_by(generation, policy(), path):
+            return generation
+        return None
+
+    def write_drawn(self, number: int, generation: Generation) -> None:
+        """Write a new generation and, with `--rollouts_total_limit`, delete old ones."""
+        args = self.args
+        self.write(number, generation)
+        if args.rollouts_total_limit:
+            self._remove_old(args.rollouts_total_limit)
+
+    def write(self, number: int, generation: Generation) -> None:
+        """Write a generation."""
+        sizes = image_sizes(self.run.hf_model.config)
+        write_generation(self.file(number), generation, self.run.tokenizer, sizes and sizes.image_token_id)
+
+    def _remove_old(self, limit: int) -> None:
+        """Delete the oldest stored generations.
+
+        A run that resumes from its newest checkpoint needs the generation of its next step, all later ones, and the one
+        before it, from which the identity of its policy follows.
+
+        Example: with checkpoint-10 and 4 steps per generation, step 11 trains on generation 2, counted from 0.
+
+        Args:
+            limit: how many of the newest generations to keep.
+        """
+        done = 0
+        if checkpoints := run_checkpoints(self.run.output_dir):
+            done = int(checkpoints[-1].name.removeprefix("checkpoint-"))
+        numbers = sorted(int(path.stem) for path in self.directory.glob("*.safetensors") if path.stem.isdigit())
+        num_unneeded = sum(number < done // self.steps for number in numbers) - 1
+        for number in numbers[: max(min(num_unneeded, len(numbers) - limit), 0)]:
+            path = self.file(number)
+            path.with_suffix(".jsonl").unlink(missing_ok=True)
+            path.unlink()
+
+    @property
+    def _hint(self) -> str:
+        """Hint of the error that a file is damaged."""
+        return "copy the directory again" if self.reads_only else "delete it and the files after it, and use --resume"
+
+    def check(self, number: int, generation: Generation, prompts: Sequence[Sample]) -> None:
+        """Check that a stored generation belongs to this run.
+
+        Args:
+            prompts: the prompt of each completion.
+
+        Raises:
+            UserError: it belongs to other prompts or options.
+        """
+        path, vocab_size = self.file(number), self.run.hf_model.config["vocab_size"]
+        if len(generation) != len(prompts):
+            flags = "--global_batch_size"
+            if "num_generations" in self.names:
+                flags += " and --steps_per_generation"
+            problem = f"{path} has {len(generation)} completions, not {len(prompts)}"
+            raise UserError(problem, f"use the {flags} of its run")
+        expected = np.concatenate([prompt.input_ids for prompt in prompts])
+        if not np.array_equal(generation.prompt_ids, expected):
+            raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
+        stored = generation.images or [()] * len(generation)
+        for found, prompt in zip(stored, prompts, strict=True):
+            images = images_of(prompt)
+            if [digest for _, digest in found] != [image.sha256 for image in images]:
+                problem = f"{path} has completions of a prompt with other images, {prompt.source}"
+                raise UserError(problem, "restore them")
+        for name, value in self.settings.items():
+            if generation.settings.get(name) != value:
+                problem = f"{path} was drawn with --{name} {generation.settings.get(name)}, not {value}"
+                raise UserError(problem, "use the options of its run")
+        if generation.completion_lengths.max() > self.args.max_completion_length:
+            raise UserError(f"{path} has completions longer than --max_completion_length", self._hint)
+        if generation.completion_ids.min() < 0 or generation.completion_ids.max() >= vocab_size:
+            raise UserError(f"{path} has tokens outside of the vocabulary", "use the --model of its run")
+        logger.info("read %s: %d completions", path, len(generation))
 
 
 def write_generation(
@@ -156,29 +218,24 @@ def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase, image_
     return "".join(lines)
 
 
-def check_stored(directory: Path, number: int, steps: int) -> None:
+def check_stored(files: GenerationFiles, number: int) -> None:
     """Check that the generations of --rollouts_from suffice.
 
     Args:
         number: number of required generations.
-        steps: number of steps for which each generation is used.
 
     Raises:
         UserError: a generation is missing.
     """
-    missing = [index for index in range(number) if not file_of(directory, index).exists()]
+    missing = [index for index in range(number) if not files.file(index).exists()]
     if not missing:
         return
-    problem = f"--rollouts_from {directory} has {missing[0]} of {number} generations"
-    inner = directory / FOLDER
+    problem = f"--rollouts_from {files.directory} has {missing[0]} of {number} generations"
+    inner = files.directory / FOLDER
     if not missing[0] and inner.is_dir():
         raise UserError(problem, f"use --rollouts_from {inner}")
-    raise UserError(problem, f"use --train_iters {missing[0] * steps}" if missing[0] else "use those of another run")
-
-
-def file_of(directory: Path, number: int) -> Path:
-    """Return the file of a generation."""
-    return directory / f"{number:06d}.safetensors"
+    hint = f"use --train_iters {missing[0] * files.steps}" if missing[0] else "use those of another run"
+    raise UserError(problem, hint)
 
 
 def on_first_rank(function: Callable[[], Any]) -> Any:

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +27,7 @@ from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_
 from swiftlite.rollouts.frozen import open_frozen_policies
 from swiftlite.rollouts.held_out import HeldOutPrompts
 from swiftlite.rollouts.rollouts import Rollouts
-from swiftlite.rollouts.stored import FOLDER, check_stored, on_first_rank
+from swiftlite.rollouts.stored import FOLDER, GenerationFiles, check_stored, on_first_rank
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data, open_image_encoder
@@ -117,12 +116,12 @@ def open_rollouts(run: Run) -> TrainBatches:
     args: Any = run.args
     assert isinstance(args, GrpoArgs)
     dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
-    directory = Path(args.rollouts_from) if args.rollouts_from else run.output_dir / FOLDER
+    names = ("temperature", "max_completion_length", "num_generations")
+    files = GenerationFiles(run, args, names, args.steps_per_generation * args.num_iterations)
     with ExitStack() as stack:
         opened = _Opened(run, args, stack)
-        if args.rollouts_from:
-            steps = args.steps_per_generation * args.num_iterations
-            on_first_rank(lambda: check_stored(directory, -(-run.schedule.steps // steps), steps))
+        if files.reads_only:
+            on_first_rank(lambda: check_stored(files, -(-run.schedule.steps // files.steps)))
         on_first_rank(lambda: opened.open())
         rollouts = Rollouts(
             run=run,
@@ -130,8 +129,7 @@ def open_rollouts(run: Run) -> TrainBatches:
             drawing=opened.drawing,
             frozen=open_frozen_policies(run, args),
             held_out=held_out_prompts(run, args),
-            directory=directory,
-            reads_only=args.rollouts_from is not None,
+            files=files,
             resources=stack.pop_all(),
         )
     evaluate = rollouts.evaluate if rollouts.held_out else None

@@ -48,7 +48,8 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     problems: list[Problem] = []
     for part in (args.own, args.run) if isinstance(args, PlannedRun) else (args,):
         problems += common.texts_can_be(part)
-    if problems:  # other rules require valid texts
+        problems += common.options_are_of_the_command(part)
+    if problems:  # other rules require valid texts, and would explain options that the command does not have
         raise OptionError(problems)
     machine = Machine()
     if isinstance(args, SftArgs):
@@ -72,8 +73,7 @@ def rules_of(args: Any) -> Any:
     """Return the module with the rules for the options `args`, which belongs to the command or to the training method.
 
     The module has RULES, which yield (problem, hint), and NOTES, which yield lines about settings without effect. The
-    arguments of both are the options and `Facts`. A training method's module may have UNSUPPORTED: options of `megatron
-    sft` that the method rejects, with the reasons.
+    arguments of both are the options and `Facts`.
     """
     if isinstance(args, SftArgs):
         return method_of(args).load_rules()

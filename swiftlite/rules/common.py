@@ -1,11 +1,9 @@
 """Rules that several commands share."""
 
-import dataclasses
-import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,15 +11,16 @@ from urllib.parse import urlsplit
 from swiftlite.args.bounds import describe, out_of_bounds
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
-from swiftlite.args.config import Problem
+from swiftlite.args.config import Problem, not_supported
 from swiftlite.args.data_file import DATA_SUFFIXES, data_suffix, is_number_of_rows, split_sample
-from swiftlite.args.docs import options
+from swiftlite.args.docs import options, unsupported
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads, depth_key
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
 from swiftlite.hub.name import dataset_name, model_name
+from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
 from swiftlite.plan.heads import heads_of
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
@@ -46,44 +45,11 @@ def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
         yield f"--{name} {value} must be {allowed}", ""
 
 
-def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each given option that the command does not support.
-
-    The options class of the command has these options, because it shares them with other commands.
-
-    Args:
-        why: the reasons, by option name.
-    """
-    known = options(type(args))
-    for name, reason in why.items():
-        if getattr(args, name) != known[name].default:
-            yield f"--{name} is not supported by {command}: {reason}", f"remove --{name}"
-
-
-def trunk_is_trained(args: Any, command: str) -> Iterator[Problem]:
-    """Reject heads_only for a command that trains the trunk."""
-    if args.mtp_mode == "heads_only":
-        yield (
-            f"--mtp_mode heads_only is not supported by {command}, which trains the trunk",
-            "to train only the heads: swiftlite megatron sft --mtp_mode heads_only",
-        )
-
-
-def without_options(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
-    """Return rules that call `rules` with the options `names` set to their defaults.
-
-    `left_out` rejects these options. Hints about how to use them would contradict its message.
-    """
-    return tuple(_without_options(rule, tuple(names)) for rule in rules)
-
-
-def _without_options(rule: Rule, names: tuple[str, ...]) -> Rule:
-    @functools.wraps(rule)
-    def of_the_rest(args: Any, facts: Facts) -> Iterator[Any]:
-        known = options(type(args))
-        return rule(dataclasses.replace(args, **{name: known[name].default for name in names}), facts)
-
-    return of_the_rest
+def options_are_of_the_command(args: Any) -> Iterator[Problem]:
+    """Reject options that the command does not have, which code can set; the command line rejects them earlier."""
+    for name, why in unsupported(type(args)).items():
+        if getattr(args, name) != getattr(type(args), name):
+            yield not_supported(name, method_of(args).words, why)
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:
@@ -378,5 +344,5 @@ def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str
     values = vars(args)
     known = options(type(args))
     for name, (is_idle, why) in idle.items():
-        if is_idle and values[name] != known[name].default:
+        if is_idle and name in known and values[name] != known[name].default:
             yield f"--{name} {shell_line(values[name])} has no effect: {why}"

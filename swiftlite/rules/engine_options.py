@@ -78,7 +78,7 @@ def draft_confidence_has_its_engine(args: GenerationCommand | EvaluateArgs, fact
 
 def float32_can_be_faster(args: EngineCommand | EvaluateArgs | BenchArgs, facts: Facts) -> Iterator[str]:
     info = ENGINES.get(args.infer_backend)
-    if info is None or "quantization_config" in facts.hf_config:
+    if info is None or facts.is_quantized:
         return
     if args.torch_dtype == "bfloat16" and info.fastest_dtype == "float32":
         yield (

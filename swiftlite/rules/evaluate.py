@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import EvaluateArgs
-from swiftlite.args.config import Problem
+from swiftlite.args.config import Problem, not_supported
 from swiftlite.args.docs import options
 from swiftlite.args.duration import seconds_of
 from swiftlite.plan.facts import Facts
@@ -59,8 +59,8 @@ def server_is_an_address(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
 
 def server_has_no_model_options(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if args.server is not None:
-        others = options(EvaluateArgs).keys() - _SERVER_OPTIONS
-        yield from common.left_out(args, "evaluate --server", dict.fromkeys(sorted(others), _COUNTERS_ONLY))
+        for name in common.changed(args, sorted(options(EvaluateArgs).keys() - _SERVER_OPTIONS)):
+            yield not_supported(name, "evaluate --server", _COUNTERS_ONLY)
 
 
 def since_is_a_duration_of_a_server(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:

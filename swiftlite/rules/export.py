@@ -230,7 +230,7 @@ def quantization_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         for name in common.changed(args, _CALIBRATION):
             yield f"--{name} requires --quant_method gptq or awq, not {method}", f"remove --{name}"
     if not reads_run(args):
-        if facts.hf_config.get("quantization_config"):
+        if facts.is_quantized:
             yield f"--model {args.model} is already quantized", "use the model before its quantization"
         for name in common.changed(
             args, ("mtp", "mtp_graft_from", "draft_vocab", "torch_dtype", "dequantize", "push_to_hub")

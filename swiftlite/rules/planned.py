@@ -4,13 +4,13 @@ options of doctor.
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import PlannedRun, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.args.fields import DistributedArgs, KernelArgs, RecomputeArgs
+from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpArgs, RecomputeArgs
 from swiftlite.families.index import image_sizes
 from swiftlite.methods.index import method_of
 from swiftlite.plan.cost.gpus import GPUS
@@ -112,18 +112,16 @@ def run_is_possible(args: PlannedRun, facts: Facts) -> Iterator[Problem]:
         return  # the rules of a run would report it again
     run = with_source_of_heads(args.run, facts.heads)
     for rule in method_of(run).load_rules().RULES:
-        original = inspect.unwrap(rule)  # of a rule in `common.without_options`
-        is_planned = inspect.getmodule(original) is not sft_resume
-        if is_planned and original not in (*_OF_FILES_AND_SOFTWARE, *_OF_BATCHES):
+        is_planned = inspect.getmodule(rule) is not sft_resume
+        if is_planned and rule not in (*_OF_FILES_AND_SOFTWARE, *_OF_BATCHES):
             yield from rule(run, facts)
 
 
 def run_settings_have_an_effect(args: PlannedRun, facts: Facts) -> Iterator[str]:
-    notes: Any = method_of(args.run).load_rules().NOTES
-    if args.run.mtp_mode == "heads_only":  # a plan of heads also estimates --stream_trunk
-        notes = common.without_options(notes, ["stream_trunk_gb"])
     run = with_source_of_heads(args.run, facts.heads)
-    for note in notes:
+    if run.mtp_mode == "heads_only":  # a plan of heads also estimates --stream_trunk
+        run = replace(run, stream_trunk_gb=MtpArgs.stream_trunk_gb)
+    for note in method_of(run).load_rules().NOTES:
         yield from note(run, facts)
 
 

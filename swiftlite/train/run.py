@@ -123,7 +123,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     extras = list(training.extras)
     if data.has_images:
         hf_model = hf_model.with_images()
-        Trunk.of(args).check_tower(hf_model.family.tower(hf_model.config), hf_model.family.name)
+        Trunk.of(args).check_tower(hf_model.tower, hf_model.family.name)
         extras += image_extras_of(hf_model, mesh)
     warn_of_long_samples(data, hf_model)
     plan = plan_run(args, mesh, hf_model, data)
@@ -180,7 +180,7 @@ def flops_of(args: SftArgs, plan: Plan, hf_model: HfModel, trainable: Trainable)
         heads_only=trainable.freezes_trunk,
         trunk_is_read=plan.trunk.cache is not None,
         lora=plan.lora,
-        tower=hf_model.family.tower(hf_model.config),
+        tower=hf_model.tower,
         trained_parts=trained_parts_of(args),
         freeze_llm=args.freeze_llm,
     )
@@ -278,7 +278,7 @@ def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
         UserError: an option is about the tower, and the run computes no tower.
     """
     if plan.lora is None:
-        has_tower = hf_model.family.tower(hf_model.config) is not None
+        has_tower = hf_model.tower is not None
         if args.freeze_llm and not has_tower:
             raise UserError("--freeze_llm true requires rows with images", "to train only heads: --mtp_mode heads_only")
         trained = [f"--{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(args, name)]

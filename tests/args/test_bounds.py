@@ -17,7 +17,7 @@ def test_every_number_has_bounds(command):
     known = options(command.args_class)
     types = (int, float, int | None, float | None, dict[str, int] | None)
     numbers = [name for name, option in known.items() if option.type in types]
-    assert sorted(bounds_of(command.args_class)) == sorted(numbers)
+    assert sorted(bounds_of(command.args_class).keys() & known.keys()) == sorted(numbers)
 
 
 @pytest.mark.parametrize(

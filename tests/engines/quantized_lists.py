@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.quantized_heads import quantized_modules
 from swiftlite.engines.served_model import resolve_served
@@ -47,5 +48,6 @@ def list_plain(directory: Path, keeps_block: bool) -> None:
     """List the plain modules of trunk and heads."""
     list_trunk(directory)
     model = resolve_served(directory)
-    quantization = model.config["quantization_config"]
-    change_quantization(directory, **with_heads_kept(quantization, model.family, model.config, keeps_block=keeps_block))
+    quantization = Quantization(model.config["quantization_config"])
+    listed = with_heads_kept(quantization, model.family, model.config, keeps_block=keeps_block)
+    change_quantization(directory, **listed.content)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from swiftlite.base.errors import UserError
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.quantized_heads import (
@@ -54,7 +55,7 @@ def test_the_list_describes_the_heads(tmp_path, family):
     trunk, heads = linear_modules(tmp_path, [f"{name}.weight" for name in plain])
     for method, keeps_block in product(METHODS, (False, True)):
         files = plain | dict.fromkeys(trunk + heads * (not keeps_block), True)
-        without = {"quant_method": method, **ENTIRE[method]}
+        without = Quantization({"quant_method": method, **ENTIRE[method]})
         listed = with_heads_kept(without, model.family, model.config, keeps_block=keeps_block)
         unlisted = unlisted_engines(method, model.family, model.config, keeps_block=keeps_block)
         for engine in ("vllm", "sglang"):
@@ -78,18 +79,18 @@ def test_lists_are_extended(tmp_path):
         ("awq", "modules_to_not_convert", "visual"),
     ):
         model = resolve_served(make_tiny_hf(tmp_path / f"{method}-{key}", "qwen3", 1))
-        given = {"quant_method": method, key: [entry]}
+        given = Quantization({"quant_method": method, key: [entry]})
         once = with_heads_kept(given, model.family, model.config, keeps_block=True)
-        assert once[key][0] == entry
-        assert len(once[key]) > 1
-        assert given == {"quant_method": method, key: [entry]}
+        assert once.content[key][0] == entry
+        assert len(once.content[key]) > 1
+        assert given.content == {"quant_method": method, key: [entry]}
         assert with_heads_kept(once, model.family, model.config, keeps_block=True) == once
 
 
 def test_an_unknown_method(tmp_path):
     model = resolve_served(make_tiny_hf(tmp_path, "qwen3", 1))
-    with pytest.raises(UserError, match=naming("quant_method 'quark'")):
-        with_heads_kept({"quant_method": "quark"}, model.family, model.config, keeps_block=True)
+    with pytest.raises(UserError, match=naming("quantization_config of quark")):
+        with_heads_kept(Quantization({"quant_method": "quark"}), model.family, model.config, keeps_block=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])

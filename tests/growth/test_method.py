@@ -10,9 +10,10 @@ every method.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ from swiftlite.methods.method import Lines, Method
 from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
-from swiftlite.rules import common
 from swiftlite.rules.training import sft
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums
@@ -50,15 +50,13 @@ pytestmark = pytest.mark.gloo
 class ReinforceArgs(SftArgs):
     """Learn from stored answers, each with a reward."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {"streaming": "rewards are compared with each other"}
+
     reward_baseline: float = 0.0
     """Reward at which the probability of an answer is neither raised nor lowered."""
 
 
-def options_of_sft_are_left_out(args, facts):
-    yield from common.left_out(args, "megatron reinforce", {"streaming": "rewards are compared with each other"})
-
-
-RULES = (*sft.RULES, options_of_sft_are_left_out)
+RULES = sft.RULES
 NOTES = sft.NOTES
 
 # The rows

@@ -50,7 +50,7 @@ def test_good_options_pass(here, args, world_size):
             "--cache_trunk_states megatron dpo",
             "",
         ),
-        (replace(DPO, model="mtp2", mtp_mode="heads_only"), "--mtp_mode heads_only", "megatron sft"),
+        (replace(DPO, model="mtp2", mtp_mode="heads_only"), "--mtp_mode heads_only megatron sft", "--mtp_mode"),
         (
             replace(DPO, packing=True),
             "2048 --max_length",

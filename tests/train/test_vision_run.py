@@ -110,7 +110,7 @@ def expected_flops(model: Path, args: SftArgs) -> float:
     """Return the operations of a step with all rows, in which the tower is trained."""
     hf_model = resolve(model).with_images()
     samples = samples_of(model, args)
-    tower = hf_model.family.tower(hf_model.config)
+    tower = hf_model.tower
     flops = training_flops(hf_model.config, Heads(1), tower=tower, trained_parts=TrainedParts(True, True))
     images = []
     for row in ROWS:

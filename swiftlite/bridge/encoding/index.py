@@ -1,4 +1,4 @@
-"""A list of all quantized formats, by the `quant_method` of config.json."""
+"""A list of all quantized formats, by `Quantization.method`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from swiftlite.bridge.encoding.encoding import Format
 from swiftlite.bridge.encoding.fp8 import Fp8
 from swiftlite.bridge.encoding.gptq_awq import TransposedWords
 from swiftlite.bridge.encoding.mxfp4 import Mxfp4
-from swiftlite.bridge.encoding.quantization import quantization_problem
+from swiftlite.bridge.encoding.quantization import Quantization, quantization_problem
 from swiftlite.bridge.rows import HfConfig
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
@@ -30,7 +30,7 @@ def format_of(hf_config: HfConfig) -> Format | None:
     """
     if problem := quantization_problem(hf_config):
         raise UserError(f"config.json: {problem}", "use the model before its quantization")
-    quantization = hf_config.get("quantization_config")
-    if not quantization:
+    quantization = Quantization.of(hf_config)
+    if quantization is None:
         return None
-    return FORMATS[quantization["quant_method"]](quantization)
+    return FORMATS[quantization.method](quantization.content)

@@ -1,6 +1,10 @@
-"""Check whether the quantization format in a config.json is supported. This module does not import torch."""
+"""Read the quantization_config of a config.json, and check whether it is supported. This module does not import torch.
+
+Other modules read quantization_config only through `Quantization`.
+"""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from swiftlite.base.errors import clip
@@ -16,35 +20,111 @@ _E4M3 = ("e4m3", "float8_e4m3fn")
 _STRATEGIES = {"tensor", "channel", "group", "tensor_group", "block"}
 
 
+@dataclass(frozen=True)
+class Quantization:
+    """The quantization_config of a config.json.
+
+    Except for `method`, the properties require a content that `quantization_problem` accepts.
+
+    Attributes:
+        content: the quantization_config as it is in the file.
+    """
+
+    content: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, hf_config: HfConfig) -> "Quantization | None":
+        """Return the quantization that a config.json declares; None if the model is not quantized."""
+        content = hf_config.get("quantization_config")
+        if not content or not isinstance(content, dict):  # `quantization_problem` refuses other types
+            return None
+        return cls(content)
+
+    @property
+    def method(self) -> str:
+        """The format, such as "fp8" or "compressed-tensors"; empty if it is not declared."""
+        return str(self.content.get("quant_method") or "")
+
+    @property
+    def format(self) -> str:
+        """The format inside compressed-tensors, such as "pack-quantized"; empty for other methods."""
+        return str(self.content.get("format") or "")
+
+    @property
+    def words(self) -> str:
+        """The method, with the format of compressed-tensors in parentheses."""
+        if self.format:
+            return f"{self.method} ({self.format})"
+        return self.method
+
+    @property
+    def packs_integers(self) -> bool:
+        """Whether several integers are stored in one word."""
+        return self.format == "pack-quantized" or self.method in ("gptq", "awq")
+
+    @property
+    def weights(self) -> list[dict[str, Any]]:
+        """The distinct kinds of quantized weights: `bits` and, if they exist, `group_size` or `block` (rows and
+        columns).
+        """
+        kinds = []
+        for weights in self._declared_weights():
+            kind = {"bits": weights.get("num_bits", weights.get("bits", 8))}
+            size = weights.get("group_size")
+            if size is not None and size > 0:
+                kind["group_size"] = size
+            if block := weights.get("block_structure"):
+                kind["block"] = [int(length) for length in block.split("x")] if isinstance(block, str) else block
+            if kind not in kinds:
+                kinds.append(kind)
+        return kinds
+
+    @property
+    def activation_bits(self) -> int | None:
+        """Number of bits to which engines round activations; None if they do not round them."""
+        if self.method == "fp8":
+            return 8
+        groups = self.content.get("config_groups", {}).values()
+        bits = [group["input_activations"].get("num_bits", 8) for group in groups if group.get("input_activations")]
+        return min(bits, default=None)
+
+    def _declared_weights(self) -> list[Mapping[str, Any]]:
+        """Return the description of each kind of weights in compressed-tensors' words; GPTQ and AWQ say `bits`."""
+        if "config_groups" in self.content:
+            return [group["weights"] for group in self.content["config_groups"].values()]
+        if self.method == "fp8":
+            return [{"bits": 8, "block_structure": self.content.get("weight_block_size")}]
+        if self.method == "mxfp4":
+            return [{"bits": 4, "group_size": 32}]
+        return [self.content]
+
+
 def quantization_problem(hf_config: HfConfig) -> str:
     """Return why the quantization_config of a config.json is not supported; empty if it is supported or missing."""
-    quantization = hf_config.get("quantization_config")
-    if quantization is None:
+    content = hf_config.get("quantization_config")
+    if content is None:
         return ""
-    if quantization == {}:
+    if content == {}:
         return "quantization_config is empty; remove it if the model is not quantized"
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    check = CHECKS.get(str(method))
-    if check is None:
+    quantization = Quantization.of(hf_config)
+    if quantization is None or quantization.method not in CHECKS:
         *others, last = sorted(CHECKS)
-        shown = f"of {method}" if method else clip(repr(quantization), 80)
+        shown = clip(repr(content), 80)
+        if quantization is not None and quantization.method:
+            shown = f"of {quantization.method}"
         return f"quantization_config {shown} is not supported; only {', '.join(others)} and {last} are"
+    method = quantization.method
     if method in _ONLY_OF and hf_config.get("model_type") != _ONLY_OF[method]:
         return f"quantization_config of {method}: only supported for model_type {_ONLY_OF[method]!r}"
-    if problem := check(quantization):
+    if problem := CHECKS[method](content):
         return f"quantization_config of {method}: {problem}"
     return ""
 
 
 def describe_quantization(hf_config: HfConfig) -> str:
     """Return the format of a quantized model, such as "compressed-tensors (pack-quantized)"; empty without one."""
-    quantization = hf_config.get("quantization_config")
-    if not quantization:
-        return ""
-    method = str(quantization["quant_method"])
-    if "format" in quantization:
-        method += f" ({quantization['format']})"
-    return method
+    quantization = Quantization.of(hf_config)
+    return "" if quantization is None else quantization.words
 
 
 def _fp8_problem(quantization: Mapping[str, Any]) -> str:

@@ -185,7 +185,7 @@ class Loading:
 
     def _draft_modules(self) -> str:
         """Return which modules of the draft model were built quantized; "" if the model is not quantized."""
-        if self.draft is None or not self.model.config.get("quantization_config"):
+        if self.draft is None or not self.model.is_quantized:
             return ""
         quantized: list[str] = []
         plain: list[str] = []

@@ -249,19 +249,19 @@ def check_quantization(model: HfModel) -> None:
     Raises:
         UserError: vLLM does not support it, such as gptq with `sym` false.
     """
-    quantization = model.config.get("quantization_config")
-    if not quantization:
+    quantization = model.quantization
+    if quantization is None:
         return
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     problem = ""
     try:
-        get_quantization_config(quantization["quant_method"]).from_config(dict(quantization))
+        get_quantization_config(quantization.method).from_config(dict(quantization.content))
     except ValueError as error:
         problem = f"vLLM does not support its quantization_config: {error}"
     known = model.family.serving.vllm
     lacks_kernel = known is not None and known.lacks_amx_int8
-    if lacks_kernel and quantization.get("format") == "int-quantized" and has_amx():
+    if lacks_kernel and quantization.format == "int-quantized" and has_amx():
         problem = f"vLLM's kernel for 8-bit integers on CPUs with AMX does not support {model.family.name}"
     if problem:
         raise UserError(
@@ -280,18 +280,17 @@ def check_instructions(model: HfModel) -> None:
     Raises:
         UserError: vLLM's kernel for packed integers requires AVX-512, which the processor lacks.
     """
-    quantization = model.config.get("quantization_config")
-    if not quantization or not is_on_cpu() or platform.machine() != "x86_64":
+    quantization = model.quantization
+    if quantization is None or not is_on_cpu() or platform.machine() != "x86_64":
         return
     import torch
 
-    is_packed = quantization.get("format") == "pack-quantized" or quantization["quant_method"] in ("gptq", "awq")
-    if is_packed and not torch.cpu._is_avx512_supported():
+    if quantization.packs_integers and not torch.cpu._is_avx512_supported():
         raise UserError(
             f"--model {model.directory}: vLLM's kernel for packed integers requires a processor with AVX-512",
             "use --infer_backend transformers or llamacpp, or a machine with a GPU",
         )
-    if quantization.get("format") == "int-quantized" and not torch.cpu._is_vnni_supported():
+    if quantization.format == "int-quantized" and not torch.cpu._is_vnni_supported():
         logger.warning("vLLM computes 8-bit activations inaccurately on this processor, which lacks VNNI instructions")
 
 
@@ -308,7 +307,7 @@ def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_quantization(model)
     check_instructions(model)
-    if not model.config.get("quantization_config") or "load_format" in given:
+    if not model.is_quantized or "load_format" in given:
         return {}
     return {"model_loader_extra_config": {"enable_weights_track": True}}
 

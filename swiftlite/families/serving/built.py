@@ -9,10 +9,10 @@ comparison of names.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.rows import HfConfig, renamed
 from swiftlite.families import Family
 from swiftlite.families.serving.convention import Convention, Matching
@@ -48,7 +48,7 @@ class Module:
 
 
 def head_problems(
-    quantization: Mapping[str, Any],
+    quantization: Quantization,
     family: Family,
     hf_config: HfConfig,
     is_quantized: Mapping[str, bool],
@@ -60,8 +60,7 @@ def head_problems(
     Args:
         is_quantized: for the modules in files, by name, whether they are quantized.
     """
-    method = quantization.get("quant_method")
-    if method not in METHODS:
+    if quantization.method not in METHODS:
         return []
     problems: dict[str, None] = {}
     for head in range(Heads.from_config(hf_config).layers):
@@ -76,7 +75,7 @@ def head_problems(
                 if len(set(stored)) > 1:
                     problems[_mixed_problem(module, is_quantized)] = None
                 elif stored and stored[0] != built:
-                    problems[_mismatch_problem(matching.label, module, stored[0], str(method))] = None
+                    problems[_mismatch_problem(matching.label, module, stored[0], quantization.method)] = None
     return list(problems)
 
 
@@ -99,7 +98,7 @@ def modules_of(convention: Convention, in_files: HeadModules, hf_config: HfConfi
 
 
 def builds_quantized(
-    quantization: Mapping[str, Any], matching: Matching, module: Module, is_quantized: Mapping[str, bool]
+    quantization: Quantization, matching: Matching, module: Module, is_quantized: Mapping[str, bool]
 ) -> bool:
     """Return whether an engine builds a module quantized.
 
@@ -107,26 +106,26 @@ def builds_quantized(
         is_quantized: for the modules in files, by name, whether they are quantized. vLLM reads the files for methods
             without a list.
     """
-    method = quantization["quant_method"]
+    method, content = quantization.method, quantization.content
     if method == "compressed-tensors":
-        ignore: list[str] = quantization.get("ignore") or []
+        ignore: list[str] = content.get("ignore") or []
         if _are_ignored(ignore, module, matching):
             return False
-        groups = (quantization.get("config_groups") or {}).values()
+        groups = (content.get("config_groups") or {}).values()
         return any(_is_target(target, module) for group in groups for target in group.get("targets", ()))
     if method == "gptq":
-        for pattern in quantization.get("dynamic") or {}:
+        for pattern in content.get("dynamic") or {}:
             if _matches_pattern(re.sub(r"^[+-]:", "", pattern), module.name):
                 return not pattern.startswith("-:")
-        listed = quantization.get("modules_in_block_to_quantize") or []
+        listed = content.get("modules_in_block_to_quantize") or []
         if matching.reads_files:
             listed_names = [name for entry in listed for name in ([entry] if isinstance(entry, str) else entry)]
             names = listed_names or [name for name, quantized in is_quantized.items() if quantized]
             return any(name in module.shards[0] for name in names)
         return True
-    not_converted: list[str] = quantization.get("modules_to_not_convert") or []
+    not_converted: list[str] = content.get("modules_to_not_convert") or []
     if method == "fp8":
-        not_converted = quantization.get("ignored_layers") or not_converted
+        not_converted = content.get("ignored_layers") or not_converted
         return not _are_listed(not_converted, module, matching)
     if matching.reads_files and not not_converted:
         not_converted = [name for name, quantized in is_quantized.items() if not quantized]

@@ -17,19 +17,19 @@ they are compared with its functions that compare names, except for experts.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.rows import HfConfig, Row, renamed, shapes_of
 from swiftlite.families import Family
 from swiftlite.families.serving.convention import Convention
 from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
 
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
-"""Values of `quant_method` whose lists are known."""
+"""Values of `Quantization.method` whose lists are known."""
 
 
 @dataclass(frozen=True)
@@ -96,48 +96,48 @@ def _in_engines(names: list[str], family: Family) -> list[str]:
 
 
 def with_heads_kept(
-    quantization: Mapping[str, Any], family: Family, hf_config: HfConfig, *, keeps_block: bool
-) -> dict[str, Any]:
-    """Return a quantization_config that also lists the plain modules of the MTP heads.
+    quantization: Quantization, family: Family, hf_config: HfConfig, *, keeps_block: bool
+) -> Quantization:
+    """Return a quantization that also lists the plain modules of the MTP heads.
 
     All engines then build these modules plain, except those in `unlisted_engines`. Other modules are not affected.
 
     Args:
-        quantization: quantization_config of the trunk.
+        quantization: that of the trunk.
         hf_config: config.json, which declares the heads.
         keeps_block: whether the decoder layers of the heads are plain. Otherwise the projections of their attention and
             MLP, including experts, are quantized like the trunk.
 
     Raises:
-        UserError: lists of this `quant_method` are unknown.
+        UserError: lists of this method are unknown.
     """
-    method = quantization.get("quant_method")
+    method, content = quantization.method, quantization.content
     if method == "mxfp4":
-        return dict(quantization)
+        return quantization
     if method not in METHODS:
         raise UserError(
-            f"config.json: lists of modules of quant_method {method!r} are unknown",
+            f"config.json: quantization_config of {method}: its lists of modules are unknown",
             f"use a model that is quantized with one of these methods: {', '.join(METHODS)}",
         )
     blocks, names = _plain(family, hf_config, keeps_block, method)
-    result = dict(quantization)
+    result = dict(content)
     if method == "compressed-tensors":
-        result["ignore"] = _added(quantization.get("ignore"), [f"re:{re.escape(block)}.*" for block in blocks] + names)
+        result["ignore"] = _added(content.get("ignore"), [f"re:{re.escape(block)}.*" for block in blocks] + names)
     elif method == "gptq":
         patterns = [f"-:{re.escape(block)}.*" for block in blocks] + [f"-:{re.escape(name)}$" for name in names]
-        result["dynamic"] = {pattern: {} for pattern in patterns} | dict(quantization.get("dynamic") or {})
+        result["dynamic"] = {pattern: {} for pattern in patterns} | dict(content.get("dynamic") or {})
     elif method == "fp8":
         key = "modules_to_not_convert"
-        if quantization.get("ignored_layers"):
+        if content.get("ignored_layers"):
             key = "ignored_layers"  # engines read it first
         in_block = _with_latent(experts_as_one(head_modules(family, hf_config, 0).projections))
         whole = [block + name for block in blocks for name in _in_engines(in_block, family)]
-        result[key] = _added(quantization.get(key), whole + names)
+        result[key] = _added(content.get(key), whole + names)
     else:
         # Without a list, vLLM takes it from the files, whose names can differ, and SGLang quantizes all modules.
-        listed = quantization.get("modules_to_not_convert") or _plain_in_trunk(family, hf_config)
+        listed = content.get("modules_to_not_convert") or _plain_in_trunk(family, hf_config)
         result["modules_to_not_convert"] = _added(listed, blocks + names)
-    return result
+    return Quantization(result)
 
 
 def unlisted_engines(method: str, family: Family, hf_config: HfConfig, *, keeps_block: bool) -> list[str]:
@@ -146,7 +146,7 @@ def unlisted_engines(method: str, family: Family, hf_config: HfConfig, *, keeps_
     For example, SGLang's draft for Qwen3-Next gives its layer the names of the trunk's first layer.
 
     Args:
-        method: `quant_method` of quantization_config.
+        method: `Quantization.method`.
         keeps_block: whether the decoder layers of the heads are plain.
     """
     conventions = {engine: CONVENTIONS[engine](family) for engine in MATCHINGS}

@@ -11,20 +11,7 @@ from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems, ranks_of, sequence_multiple
 from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
 from swiftlite.rules import common
-from swiftlite.rules.training import sft, sft_heads
-
-UNSUPPORTED = {
-    "loss_scale": "only the last answers of a row are trained",
-    "streaming": "all rows are read before the first step",
-    "sft_mock_dataset_config_json": "random tokens are not pairs",
-    "sequence_packing_scheduler": "it balances single sequences",
-    **sft_heads.OF_A_FROZEN_TRUNK,
-}
-
-
-def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
-    yield from common.left_out(args, "megatron dpo", UNSUPPORTED)
-    yield from common.trunk_is_trained(args, "megatron dpo")
+from swiftlite.rules.training import sft
 
 
 def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
@@ -108,8 +95,7 @@ def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
     yield from common.without_effect(args, without_reference(args) | idle)
 
 
-_RULES_OF_SFT = common.without_options(sft.RULES, UNSUPPORTED)
-SHARED = (*_RULES_OF_SFT, options_of_sft_are_left_out, reference_is_a_model, reference_fits_its_layout)
+SHARED = (*sft.RULES, reference_is_a_model, reference_fits_its_layout)
 """Rules of `megatron dpo` for every --loss_type."""
 RULES = (*SHARED, pairs_have_room)
 NOTES = (*sft.NOTES, settings_have_an_effect)

@@ -9,12 +9,6 @@ from swiftlite.plan.heads import heads_of
 from swiftlite.rules import common
 from swiftlite.rules.training import grpo, sft, teacher
 
-UNSUPPORTED = grpo.UNSUPPORTED_WITH_COMPLETIONS
-
-
-def options_of_sft_are_left_out(args: GkdArgs, facts: Facts) -> Iterator[Problem]:
-    yield from grpo.left_out_with_completions(args, "megatron gkd", UNSUPPORTED)
-
 
 def teacher_is_given(args: GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.teacher_model is None:
@@ -57,8 +51,8 @@ def settings_have_an_effect(args: GkdArgs, facts: Facts) -> Iterator[str]:
 
 
 RULES = (
-    *common.without_options(sft.RULES, UNSUPPORTED),
-    options_of_sft_are_left_out,
+    *sft.RULES,
+    grpo.prompts_stay_whole,
     teacher_is_given,
     teacher.teacher_is_a_model,
     teacher.teacher_fits_the_layout,

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
@@ -21,15 +21,8 @@ from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rules import common, engine_options
-from swiftlite.rules.training import dpo, sft, sft_heads, teacher
+from swiftlite.rules.training import dpo, sft, teacher
 
-UNSUPPORTED_WITH_COMPLETIONS = {
-    "streaming": "all rows are read before the first step",
-    "sft_mock_dataset_config_json": "random tokens are not prompts",
-    **sft_heads.OF_A_FROZEN_TRUNK,
-    "mtp_graft_from": "train the grafted heads by megatron sft first",
-}
-"""Options of `megatron sft` that methods with sampled completions do not support (grpo and gkd)."""
 KWARGS_OF_ENGINES = tuple(
     ENGINES[name].kwargs_option for name in names_with("draws_rollouts") if ENGINES[name].options_class
 )
@@ -40,21 +33,9 @@ KEYWORDS_WITH_OPTIONS = {
     "dtype": "torch_dtype",
 }
 """Keyword arguments of engines, and the options that determine them."""
-UNSUPPORTED = UNSUPPORTED_WITH_COMPLETIONS | {
-    "loss_scale": "all tokens of completions are trained",
-}
 
 
-def options_of_sft_are_left_out(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
-    yield from left_out_with_completions(args, "megatron grpo", UNSUPPORTED)
-
-
-def left_out_with_completions(
-    args: GrpoArgs | GkdArgs, command: str, unsupported: Mapping[str, str]
-) -> Iterator[Problem]:
-    """Reject options of `megatron sft` that a method with sampled completions does not support."""
-    yield from common.left_out(args, command, unsupported)
-    yield from common.trunk_is_trained(args, command)
+def prompts_stay_whole(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.truncation_strategy not in ("delete", "error"):
         yield f"--truncation_strategy {args.truncation_strategy} would cut prompts", "use delete or error"
 
@@ -251,8 +232,8 @@ _OF_DRAWING = ("reward_funcs", "reward_weights", "rollout_server", "max_batch_si
 _OF_DRAWING += ("max_resample_times", "draft_schedule")
 
 RULES = (
-    *common.without_options(sft.RULES, UNSUPPORTED),
-    options_of_sft_are_left_out,
+    *sft.RULES,
+    prompts_stay_whole,
     rewards_are_given,
     named_rewards_are_known,
     groups_fit_the_batch,

@@ -8,8 +8,6 @@ from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import STREAMED_SUFFIXES, data_suffix, split_sample
-from swiftlite.args.docs import options
-from swiftlite.args.fields import ImageArgs, VisionArgs
 from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.base.errors import UserError
 from swiftlite.methods.index import method_of
@@ -17,9 +15,6 @@ from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import layout_of, sequence_multiple
 from swiftlite.plan.run import packing_of
 from swiftlite.rules import common
-
-IMAGE_OPTIONS = dict.fromkeys([*options(ImageArgs), *options(VisionArgs)], "its rows have no images")
-"""Options that `megatron pt` does not support, with the reason."""
 
 
 def dataset_files_exist(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -22,9 +22,6 @@ from swiftlite.plan.heads import (
 from swiftlite.plan.layout import choices, layout_of
 from swiftlite.rules import common
 
-OF_A_FROZEN_TRUNK = dict.fromkeys(("cache_trunk_states", "stream_trunk"), "it requires a frozen trunk")
-"""Options that methods without frozen trunks do not support, and the reason."""
-
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or mtp_init_of(args, facts.heads) != "checkpoint":
@@ -143,7 +140,7 @@ def vllm_drafts_without_plugin(args: SftArgs, facts: Facts) -> Iterator[Problem]
         yield f"{flag} supports one MTP layer, not {heads.layers}", "add --mtp_num_layers 1, and --mtp_unroll N"
     if args.draft_vocab or heads.draft_vocab:
         yield f"{flag} does not support a draft vocabulary: vLLM drafts all tokens", "add --draft_vocab 0"
-    if facts.hf_config.get("quantization_config"):
+    if facts.is_quantized:
         yield f"{flag} does not support quantized models, whose drafts vLLM builds quantized", hint
 
 

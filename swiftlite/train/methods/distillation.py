@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
@@ -10,13 +11,11 @@ from swiftlite.acceptance import statistics
 from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch
 from swiftlite.model.forward_step import ForwardStep
-from swiftlite.model.gpt import Losses
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.balance import Balance
-from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.mtp_loss import count_labels, head_coefficients
-from swiftlite.train.methods.next_token import total_loss
+from swiftlite.train.methods.next_token import mean_over_labels
 from swiftlite.train.methods.teacher import Teacher
 
 
@@ -70,14 +69,8 @@ class DistillationObjective:
             target = None
             if get_attr_wrapped_model(model, "post_process"):  # the last stage computes all micro-batches in order
                 target = self.teacher.target(next(states), self.beta)
-
-            def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
-                sums = statistics.depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
-                number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
-                return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
-
-            return model(ModelInputs.of(batch, balance), Target.of(batch, target)), loss_func
+            output = model(ModelInputs.of(batch, balance), Target.of(batch, target))
+            return output, partial(mean_over_labels, batch=batch, coefficients=coefficients, mesh=mesh)
 
         return forward_step
 

@@ -31,7 +31,14 @@ from swiftlite.plan.preference import Preference, preference_of
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.methods.conversations import load_data, make_conversation_encoder
-from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
+from swiftlite.train.methods.mtp_loss import (
+    add_heads,
+    count_labels_and_sequences,
+    head_coefficients,
+    head_means,
+    head_sums,
+    mean_of,
+)
 from swiftlite.train.methods.preference import REFERENCE, log_probabilities_of
 from swiftlite.train.methods.reference import score_with_reference
 from swiftlite.train.methods.training import Training
@@ -97,14 +104,8 @@ class KtoObjective:
         return (SUMS + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count valid targets, all tokens and answers, for the trunk and each MTP depth.
-
-        Returns int64 [3, K]; the number of answers is the same in every column.
-        """
-        counts = torch.zeros(3, 1 + self.heads.drafts, dtype=torch.int64)
-        counts[:2] = count_labels(batches, self.heads)
-        counts[2] = sum(batch.num_sequences for batch in batches)
-        return counts
+        """Count valid targets, all tokens and answers, for the trunk and each MTP depth: int64 [3, K]."""
+        return count_labels_and_sequences(batches, self.heads)
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Return a forward step that gives the loss, the number of answers and the statistics of each micro-batch."""

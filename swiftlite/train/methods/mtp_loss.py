@@ -25,6 +25,12 @@ def count_labels(batches: Sequence[Batch], heads: Heads) -> torch.Tensor:
     return counts
 
 
+def count_labels_and_sequences(batches: Sequence[Batch], heads: Heads) -> torch.Tensor:
+    """Count as `count_labels`, and also sequences: int64 [3, K], the number of sequences in every column."""
+    sequences = torch.full((1, 1 + heads.drafts), sum(batch.num_sequences for batch in batches))
+    return torch.cat([count_labels(batches, heads), sequences])
+
+
 def head_coefficients(
     heads: Heads, mtp_loss_scaling_factor: float, num_targets: Sequence[int], divisor: int
 ) -> list[float]:

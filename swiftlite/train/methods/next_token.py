@@ -6,6 +6,7 @@ context-parallel rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -67,20 +68,23 @@ class NextTokenObjective:
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
             output = model(ModelInputs.of(batch, balance), Target.of(batch), self.trunk.output(model, batch))
-
-            def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
-                sums = statistics.depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
-                number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
-                return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
-
-            return output, loss_func
+            return output, partial(mean_over_labels, batch=batch, coefficients=coefficients, mesh=mesh)
 
         return forward_step
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
         """Return `loss`, and `mtp_K_loss` and `mtp_K_acceptance` of each depth K; 0 without targets."""
         return statistics.means(sums)
+
+
+def mean_over_labels(
+    losses: Losses, *, batch: Batch, coefficients: Sequence[float], mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `total_loss`, the trunk's number of targets and the statistics of one micro-batch."""
+    num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
+    sums = statistics.depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
+    number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
+    return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
 
 
 def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:

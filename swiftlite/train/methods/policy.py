@@ -22,7 +22,14 @@ from swiftlite.model.loss.losses import IGNORE_INDEX, TokenLoss
 from swiftlite.plan.policy import Policy
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
+from swiftlite.train.methods.mtp_loss import (
+    add_heads,
+    count_labels_and_sequences,
+    head_coefficients,
+    head_means,
+    head_sums,
+    mean_of,
+)
 
 ADVANTAGE = Extra("advantage", per="label")
 """The advantage of each token of a completion."""
@@ -199,14 +206,8 @@ class PolicyObjective:
         return replace(self, figures=getattr(batches, "figures", {}))
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count targets, tokens and completions, for the trunk and each MTP depth.
-
-        Returns int64 [3, K]; the number of completions is the same in every column.
-        """
-        counts = torch.zeros(3, 1 + self.heads.drafts, dtype=torch.int64)
-        counts[:2] = count_labels(batches, self.heads)
-        counts[2] = sum(batch.num_sequences for batch in batches)
-        return counts
+        """Count targets, tokens and completions, for the trunk and each MTP depth: int64 [3, K]."""
+        return count_labels_and_sequences(batches, self.heads)
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Return a forward step that gives the loss, the number of targets and the statistics of each micro-batch."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.export.run import convert
@@ -130,12 +131,12 @@ def listed_modules(folder: Path) -> list[tuple[dict[str, Any], str, bool]]:
             unlisted = unlisted_engines(method, model.family, model.config, keeps_block=keeps_block)
             if known is None or "sglang" in unlisted:
                 continue
-            given = {"quant_method": method, **without}
+            given = Quantization({"quant_method": method, **without})
             listed = with_heads_kept(given, model.family, model.config, keeps_block=keeps_block)
             for module in modules_of(known, head_modules(model.family, model.config, 0), model.config, 0):
                 if ".experts" not in module.name:
                     is_listed = not builds_quantized(listed, MATCHINGS["sglang"], module, {})
-                    found.append((listed, module.name, is_listed))
+                    found.append((listed.content, module.name, is_listed))
     return found
 
 
