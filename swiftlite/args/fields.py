@@ -564,6 +564,8 @@ class SglangArgs:
     sglang_engine_kwargs: dict[str, Any] | None = None
     """JSON: options of SGLang's engine, with underscores in their names, which override swiftlite's; null removes
     one."""
+    sglang_speculative_algorithm: Literal["NEXTN", "EAGLE"] | None = None
+    """SGLang's algorithm for MTP heads; both names mean the same. Default: NEXTN."""
     sglang_speculative_num_steps: bounds.PositiveInt | None = None
     """Number of consecutive draft steps. Set the numbers of steps, branches (topk) and draft tokens together or none of
     them. Default: derived from the checkpoint."""

@@ -89,6 +89,11 @@ def test_infer_with_vllm_needs_vllm(here, monkeypatch):
     ("change", "problem", "hint"),
     [
         (
+            {"sglang_speculative_algorithm": "EAGLE", "speculative": "none"},
+            "--sglang_speculative_algorithm EAGLE",
+            "--speculative mtp",
+        ),
+        (
             {"sglang_speculative_num_steps": 2},
             "--sglang_speculative_num_steps 2 --sglang_speculative_eagle_topk --sglang_speculative_num_draft_tokens",
             "",
@@ -107,12 +112,6 @@ def test_infer_with_sglang(here, monkeypatch, change, problem, hint):
     ((found, advice),) = problems_of(dataclasses.replace(INFER, infer_backend="sglang", **change))
     assert mentions(found, problem)
     assert mentions(advice, hint)
-
-
-def test_numbers_of_sglang_require_drafts(here, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    problems = problems_of(dataclasses.replace(INFER, infer_backend="sglang", speculative="none", **CHAIN))
-    assert [hint for _, hint in problems] == ["add --speculative mtp"] * len(CHAIN)
 
 
 def test_infer_two_answers_for_the_draft_length(here):

@@ -49,11 +49,12 @@ def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
     assert command(model) == expected("NEXTN", 1, 1, 2)
     assert command(model, num_speculative_tokens=3) == expected("NEXTN", 3, 1, 4)
     tree = {
+        "sglang_speculative_algorithm": "EAGLE",
         "sglang_speculative_num_steps": 3,
         "sglang_speculative_eagle_topk": 2,
         "sglang_speculative_num_draft_tokens": 6,
     }
-    assert command(model, **tree) == expected("NEXTN", 3, 2, 6)
+    assert command(model, **tree) == expected("EAGLE", 3, 2, 6)
     assert command(model, speculative="none") == start
     named = command(model, speculative="none", served_model_name="name")
     assert named == ["name" if word == "a model" else word for word in start]

@@ -13,6 +13,7 @@ NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sgl
 def read_speculative_config(args: SglangArgs) -> dict[str, Any] | None:
     """Return the user's speculative options under SGLang's names; None if there are none."""
     given = {
+        "speculative_algorithm": args.sglang_speculative_algorithm,
         "speculative_num_steps": args.sglang_speculative_num_steps,
         "speculative_eagle_topk": args.sglang_speculative_eagle_topk,
         "speculative_num_draft_tokens": args.sglang_speculative_num_draft_tokens,

@@ -54,7 +54,7 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
 def speculative_options(
     model: HfModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return SGLang's four speculative options: numbers that the user set, otherwise numbers that fit the checkpoint.
+    """Return SGLang's four speculative options: the values that the user set, otherwise values that fit the checkpoint.
 
     Args:
         num_tokens: number of draft tokens per step, in a chain; None means the number in `given`, or the number that
