@@ -22,7 +22,10 @@ pytestmark = pytest.mark.gloo
 # of layers treat differently. `scripts/parity.py` computes every family at every layout.
 CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("llama", 1, False): ("TP2", "PP2xVPP2", "DP2+distopt", "DP4+instances"),
-    ("qwen3", 2, True): ("TP2+SP", "PP2", "CP2", "PP2 MTP apart", "PP3 MTP middle"),
+    ("qwen3", 2, True): (
+        *("TP2+SP", "PP2", "CP2", "PP2xVPP2", "DP2+distopt", "DP2+instances+overlap"),
+        *("PP2 MTP apart", "PP3 MTP middle"),
+    ),
     ("mimo", 1, False): ("DP2+overlap", "DP2+instances+overlap", "PP2 MTP apart"),
     ("qwen3_moe", 1, False): ("EP2", "ETP2xTP2"),
     ("glm4_moe", 1, False): ("EP2xTP2", "DP2", "EP2+shared overlap", "EP2xTP2+allgather", "EP2+instances"),
@@ -35,19 +38,18 @@ CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
 LAYOUTS = [(model, name) for model, names in CHOSEN.items() for name in names]
 # What these layouts exchange is also exchanged by other ones of LAYOUTS, of test_heads.py and of test_vision.py.
 SLOW_LAYOUTS = (
-    (("llama", 1, False), "TP2"),
-    (("mimo", 1, False), "PP2 MTP apart"),
+    *((("llama", 1, False), name) for name in CHOSEN["llama", 1, False]),
+    *((("mimo", 1, False), name) for name in CHOSEN["mimo", 1, False]),
     (("qwen3_moe", 1, False), "EP2"),
     (("glm4_moe", 1, False), "DP2"),
     (("deepseek_v3", 1, False), "PP2xTP2"),
-    (("llama", 1, False), "DP4+instances"),
     (("glm4_moe", 1, False), "EP2+shared overlap"),
     (("glm4_moe", 1, False), "EP2xTP2+allgather"),
-    (("mimo", 1, False), "DP2+overlap"),
     (("qwen3_next", 1, False), "EP2xTP2"),
     (("qwen3", 2, True), "PP2 MTP apart"),
     (("qwen3", 2, True), "PP3 MTP middle"),
     (("deepseek_v3", 1, False), "TP2+SP"),
+    (("deepseek_v3", 1, False), "CP2xTP2"),
     (("hy_v3", 1, False), "PP2"),
 )
 CLIPPED = ("EP2xTP2", "PP2")
@@ -97,8 +99,8 @@ APART = {"clip_grad": 0.2, "mtp_clip_grad": 0.05}
 def computed(request, tmp_path_factory) -> Computed:
     root = tmp_path_factory.mktemp("parity")
     chosen = selected(request, "model", "name")
-    compared = {model for model, _ in chosen} | {QWEN3, MIMO, MIXTURE, EXPERTS}
-    models = {model: parity.make_model(root / "-".join(map(str, model)), *model) for model in compared}
+    compared = {model for model, _ in chosen} | {QWEN3, MIXTURE, EXPERTS}
+    models = {model: parity.make_model(root / "-".join(map(str, model)), *model) for model in compared | {MIMO}}
     jobs: dict[int, dict[tuple[Model, str], dict]] = {1: {(model, "alone"): {} for model in compared}, 2: {}}
     for model, name in chosen:
         if name in CASES:
