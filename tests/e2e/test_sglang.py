@@ -27,7 +27,7 @@ from swiftlite.engines.server_command import ServerCommand
 from swiftlite.families import FAMILIES
 from swiftlite.serve.bench.measure import connect, generate_all
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
-from tests.messages import answers_equal, mentions
+from tests.messages import mentions
 from tests.stand_ins import sglang_environment
 from tests.tiers import selected, some_of
 from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
@@ -88,7 +88,7 @@ def write_talking(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Commands:
-    """The command lines of `infer`, and of `evaluate` for its answers, with the files that they write."""
+    """The command line of `infer`, with the files that it writes."""
 
     directory: Path
     talking: Path
@@ -97,15 +97,8 @@ class Commands:
         prompts = self.directory / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(6)))
         files = ["--val_dataset", str(prompts), "--result_path", str(self.directory / answers)]
-        return ["infer", *self._both(), "--speculative", "mtp", *SMALL, *files, *options]
-
-    def evaluate(self) -> list[str]:
-        files = ["--dataset", str(self.directory / "own.jsonl"), "--output_dir", str(self.directory / "out")]
-        return ["evaluate", *self._both(), *files]
-
-    def _both(self) -> list[str]:
-        fixed = "--infer_backend sglang --torch_dtype float32 --max_new_tokens 40 --model"
-        return [*fixed.split(), str(self.talking)]
+        fixed = f"infer --infer_backend sglang --torch_dtype float32 --max_new_tokens 40 --model {self.talking}"
+        return [*fixed.split(), "--speculative", "mtp", *SMALL, *files, *options]
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +154,7 @@ def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
         **drawn,
         "unknown option": unknown,
         "damaged": jobs[0] | {"model": str(damaged)},
-        "infer": {"argv": commands.infer("--compare", *acceptance)},
-        "evaluate": {"argv": commands.evaluate()},
+        "infer": {"argv": commands.infer(*acceptance)},
     }
     lines = do_all([*jobs, *others.values()])
     results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(cases, lines, strict=False)}
@@ -267,13 +259,13 @@ def test_what_sglang_refuses_is_told(served):
     assert mentions(damaged, "SGLang")
 
 
-def test_infer_and_evaluate(served, commands):
-    assert (served["infer"]["code"], served["evaluate"]["code"]) == (0, 0), served["infer"]
-    assert answers_equal(served["infer"]["stderr"], 6)
-    acceptance = json.loads((commands.directory / "acceptance.json").read_text())
-    assert acceptance["engines"]["sglang"]["drafted"] > 60
-    counted = json.loads((commands.directory / "out" / "evaluation.json").read_text())["model"]["sglang"]["all"]
-    assert 0 < counted["accepted"] < counted["drafted"]  # few: it was not trained on chats
+def test_infer(served, commands):
+    """test_infer.py and test_evaluate.py compare answers and evaluate with vLLM, which is the same code."""
+    assert served["infer"]["code"] == 0, served["infer"]
+    assert (commands.directory / "own.jsonl").read_bytes().count(b"\n") == 6
+    counted = json.loads((commands.directory / "acceptance.json").read_text())["engines"]["sglang"]
+    assert counted["drafted"] > 60
+    assert 0 < counted["acceptance_rate"] < 1  # few: it was not trained on chats
 
 
 @pytest.mark.slow

@@ -156,7 +156,11 @@ def test_invalid_scales_are_named(hosted, damage):
 
 
 @pytest.mark.parametrize(
-    "command", [["doctor", "--model", "model", "--engine", "vllm"], SERVE], ids=["doctor", "infer"]
+    "command",
+    [
+        pytest.param(["doctor", "--model", "model", "--engine", "vllm"], id="doctor", marks=pytest.mark.slow),
+        pytest.param(SERVE, id="infer"),
+    ],
 )
 def test_a_format_that_vllm_does_not_support_is_refused_before_the_start(hosted, command):
     """vLLM supports gptq only without zero points."""
