@@ -82,7 +82,8 @@ class MtpArgs:
     decoder layers are read one at a time, and all hidden states are computed. Requires memory for two layers, the
     embedding, the output layer and the heads."""
     draft_for: str | None = None
-    """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. Default: the
+    """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. vllm_stock:
+    heads of dense models that vLLM runs without swiftlite's plugin, from the folder draft/ of the export. Default: the
     one in the checkpoint's config.json, else vllm."""
     mtp_unroll_beta: bounds.PositiveFraction = 0.6
     """With --mtp_unroll: weight of each draft token's loss relative to the previous one."""
@@ -430,8 +431,9 @@ class OptimArgs:
     """Number of samples per optimizer step over all ranks; gradients are accumulated as needed."""
     num_train_epochs: bounds.PositiveFloat = 1.0
     """Number of passes over the training rows; ignored if --train_iters is set."""
-    train_iters: bounds.PositiveInt | None = None
-    """Number of optimizer steps; overrides --num_train_epochs."""
+    train_iters: bounds.NonNegativeInt | None = None
+    """Number of optimizer steps; overrides --num_train_epochs. With 0 nothing is trained: the run measures the heads as
+    --mtp_init initialized them, and saves checkpoint-0."""
     lr: bounds.PositiveFloat | None = None
     """Peak learning rate. Default: 1e-5; 1e-6 in megatron dpo and grpo; 1e-4 with --tuner_type lora; with --mtp_mode
     heads_only 1e-3 for new heads, and 3e-4 for grafted ones and for those of a quantized model."""
@@ -470,13 +472,16 @@ class RunArgs:
     Without a checkpoint, start from the beginning."""
     save_steps: bounds.PositiveInt = 500
     """Number of steps between checkpoints; another one is written at the end."""
+    ephemeral_save_steps: bounds.PositiveInt | None = None
+    """Number of steps between additional checkpoints; each is deleted as soon as a newer checkpoint is complete.
+    Default: none."""
     max_restarts: bounds.NonNegativeInt = 0
     """How often the run is restarted from its newest complete checkpoint after a process or a node has failed. 0: a
     failure ends the run. Errors that would repeat are not restarted, such as wrong options."""
     async_save: bool = False
     """Write checkpoints in a subprocess while training continues."""
     save_total_limit: bounds.PositiveInt | None = None
-    """Number of newest checkpoints to keep. Default: all."""
+    """Number of newest checkpoints to keep, without that of --ephemeral_save_steps. Default: all."""
     checkpoint_store: str | None = None
     """URL of an object store (s3://, gs://, az://) or another directory, to which checkpoints are copied while training
     continues; --resume also finds the newest checkpoint there. Requires the package obstore."""

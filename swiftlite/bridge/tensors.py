@@ -29,7 +29,7 @@ from swiftlite.bridge.encoding.encoding import Format, Found, Stored, WritableEn
 from swiftlite.bridge.encoding.expert_stack import fold, unfold
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.entry import Box, Entry, TensorTypes
-from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.hf_config import HEADS_FILE, read_config
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -58,7 +58,7 @@ Index = tuple[slice, ...]
 
 
 def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
-    """Read the index and all file headers of a Hugging Face directory.
+    """Read the index and all file headers of a Hugging Face directory, and of its `HEADS_FILE`.
 
     Returns:
         The readable tensors, by key in file order, and one line for each problem: a missing or truncated file, or a key
@@ -87,6 +87,8 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
         if len(others) == 1:  # AutoGPTQ writes gptq_model-4bit-128g.safetensors
             hint = f"if {others[0]} has the whole model, rename it to {SINGLE_NAME}"
         raise UserError(f"{hf_dir}: no {SINGLE_NAME} and no {INDEX_NAME}", hint)
+    if (hf_dir / HEADS_FILE).is_file():
+        promised[HEADS_FILE] = None
 
     entries: dict[str, Entry] = {}
     problems: list[str] = []

@@ -308,6 +308,7 @@ def save_hf(
     carried: Path | None = None,
     layers: Iterable[placement.Piece] = (),
     trunk: Mapping[str, Entry] | None = None,
+    part: HfPart | None = None,
 ) -> list[str]:
     """Write a Megatron model as Hugging Face safetensors. Every rank writes its slices into the files in place.
 
@@ -332,6 +333,7 @@ def save_hf(
         layers: this rank's pieces of the decoder layers, if the trunk is streamed (`DecoderLayers.pieces`).
         trunk: the tensors in files that are already in the directory. Only the heads are written, to other files, and
             the index contains both.
+        part: the part that is written; None: both. The files of the heads alone have other names.
 
     Returns:
         Names of the written files, including the index.
@@ -339,7 +341,9 @@ def save_hf(
     Raises:
         UserError: the directory contains safetensors, is not writable, or the disk is too small.
     """
-    if not placement.holds_decoder_layers(model_chunks) and not layers and trunk is None:
+    if trunk is not None:
+        part = "heads"
+    if not placement.holds_decoder_layers(model_chunks) and not layers and part != "heads":
         raise ValueError("a model with a streamed trunk has no decoder layers to write")
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     source_dtypes: Mapping[str, str | torch.dtype] = {}
@@ -351,10 +355,9 @@ def save_hf(
         others = load_file(carried)
     tensors |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in others.items()}
     pieces = itertools.chain(_pieces(bindings, tensors), layers)
-    stem = "model"
-    if trunk is not None:
-        stem = "model-mtp"
-        tensors = {key: found for key, found in tensors.items() if family.is_mtp(hf_config, key)}
+    stem = "model-mtp" if part == "heads" else "model"
+    if part is not None:
+        tensors = {key: found for key, found in tensors.items() if family.is_mtp(hf_config, key) == (part == "heads")}
         pieces = (piece for piece in pieces if piece[0] in tensors)
 
     folded = fold(tensors, source_dtypes.keys())

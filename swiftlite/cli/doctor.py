@@ -61,12 +61,13 @@ def _report_audit(model: HfModel) -> bool:
     from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
     from swiftlite.engines.quantization import quantization_of, quantization_words
     from swiftlite.engines.quantized_heads import quantized_head_problems, unsupported_engines
+    from swiftlite.engines.vllm.stock_draft import draft_problems
 
     directory = model.directory
     try:
         depth = mtp_depth_on_disk(directory, model.family, model.config)
         problems = audit_hf(directory, model.family) + _tokenizer_problems(directory, model.config)
-        problems += quantized_head_problems(model)
+        problems += quantized_head_problems(model) + draft_problems(model)
         unsupported = unsupported_engines(model)
         quantization = quantization_words(quantization_of(model))
         drafted = model.heads.draft_vocab

@@ -22,7 +22,7 @@ from swiftlite.args.docs import Choices
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.index import names_with
-from swiftlite.families.serving.index import CONVENTIONS
+from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import training_commands
 
 
@@ -43,9 +43,9 @@ class Command:
     def choices(self) -> Choices:
         """Return the allowed values of options whose value is the name of an engine."""
         if issubclass(self.args_class, CompletionArgs):
-            return {"draft_for": list(CONVENTIONS), "infer_backend": names_with("draws_rollouts")}
+            return {"draft_for": list(DRAFT_FOR), "infer_backend": names_with("draws_rollouts")}
         if issubclass(self.args_class, SftArgs):
-            return {"draft_for": list(CONVENTIONS)}
+            return {"draft_for": list(DRAFT_FOR)}
         if self.args_class not in ENGINE_OPTIONS:
             return {}
         option, names = ENGINE_OPTIONS[self.args_class]

@@ -14,6 +14,7 @@ from swiftlite.acceptance.report import ACCEPTANCE_FILE, describe, read_acceptan
 from swiftlite.args.data_file import split_sample
 from swiftlite.base.errors import clip
 from swiftlite.base.heads import MTP, Heads
+from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.engines.quantization import quantization_of, quantization_words
 from swiftlite.export.provenance import Provenance
 from swiftlite.families.resolved import HfModel
@@ -27,10 +28,13 @@ def model_card(
     measured: Path | None,
     quality: Mapping[str, Any] | None = None,
     gguf_file: str = "",
+    *,
+    has_draft_folder: bool = False,
 ) -> str:
     """Return the text of README.md.
 
     Args:
+        has_draft_folder: whether vLLM drafts from a folder, without swiftlite's plugin.
         gguf_file: name of the GGUF file that the repository contains instead of safetensors; "" otherwise.
         heads: heads of the model.
         measured: directory of the run whose acceptance.json, if it exists, describes the exported heads. None if the
@@ -45,6 +49,8 @@ def model_card(
         sections += _acceptance(measured, is_before="method" in (quality or {}).get("quantization", {}))
     if gguf_file:
         sections += _serving_gguf(repository, gguf_file, heads)
+    elif has_draft_folder:
+        sections += _serving_from_folder(repository, heads)
     else:
         sections += _serving(repository, heads)
     return "\n".join(sections).rstrip() + "\n"
@@ -199,6 +205,19 @@ def _serving(repository: str, heads: Heads) -> list[str]:
         f"    swiftlite deploy --model {repository} --infer_backend vllm",
         "    # transformers, with drafts by swiftlite (transformers itself loads only the trunk)",
         f"    swiftlite infer --model {repository} --infer_backend transformers --speculative mtp",
+    ]
+
+
+def _serving_from_folder(repository: str, heads: Heads) -> list[str]:
+    speculative = {"method": "mtp", "model": f"model/{DRAFT_FOLDER}", "num_speculative_tokens": heads.drafts}
+    return [
+        "## Serving",
+        "",
+        "Drafts do not change answers, because the trunk verifies them. vLLM has the draft class; swiftlite does not "
+        "have to be installed.",
+        "",
+        f"    hf download {repository} --local-dir model",
+        f"    vllm serve model --speculative-config '{json.dumps(speculative)}'",
     ]
 
 

@@ -1,9 +1,11 @@
 """Define the steps of an export; `run.py` chooses them and calls them in order, on all ranks."""
 
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from swiftlite.base.log import logger
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.carry import copy_trunk
 from swiftlite.bridge.entry import Entry
-from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
+from swiftlite.bridge.hf_config import DRAFT_FOLDER, dtype_change, read_config, write_patched
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
 from swiftlite.engines.quantized_heads import quantized_head_problems
+from swiftlite.engines.vllm.stock_draft import draft_folder, draft_problems, write_draft
 from swiftlite.export import adapter
 from swiftlite.export.calibrated import Calibrated, calibrated
 from swiftlite.export.card import model_card, read_quality
@@ -34,6 +37,7 @@ from swiftlite.export.quantization import matrices_of, quantize
 from swiftlite.export.schemes import Scheme, scheme_of
 from swiftlite.export.source import RunSource, heads_of_result, resolve_graft
 from swiftlite.families.resolved import HfModel, resolve
+from swiftlite.families.serving import stock
 from swiftlite.families.serving.quantized import with_heads_kept
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters, merge
@@ -100,7 +104,7 @@ def write_model(export: Export) -> None:
     merge(chunks)
     copied: dict[str, Entry] | None = None
     if dist.get_rank() == 0:
-        _write_small_files(args, source, directory)
+        _write_small_files(export)
     if source.trunk.files_from:
         copied = _copy_quantized_trunk(source.trunk.files_from, directory)
     dist.barrier()  # the first rank has created the directory's files; other ranks write their slices into others
@@ -108,19 +112,28 @@ def write_model(export: Export) -> None:
     carried = None
     if copied is None:  # otherwise the copied files have the parts outside of the language model, too
         carried = carried_file(source.hf_model.directory)
+    save = partial(
+        save_hf,
+        chunks,
+        family=source.hf_model.family,
+        hf_config=source.hf_model.config,
+        dtypes=_written_dtypes(dtypes, source, args.torch_dtype),
+    )
+    has_draft = _has_draft_folder(export)
     with source.trunk.pieces(source.dtype) as layers:
-        save_hf(
-            chunks,
-            directory,
-            source.hf_model.family,
-            source.hf_model.config,
-            dtypes=_written_dtypes(dtypes, source, args.torch_dtype),
+        save(
+            out_dir=directory,
             max_shard_bytes=int(args.max_shard_size_gb * 1e9),
             carried=carried,
             layers=layers,
             trunk=copied,
+            part="trunk" if has_draft else None,
         )
+    if has_draft:
+        save(out_dir=directory / DRAFT_FOLDER, part="heads", max_shard_bytes=sys.maxsize)  # one file
     if dist.get_rank() == 0:
+        if has_draft:
+            write_draft(directory, source.hf_model.family)
         _audit(directory, source.hf_model, dtypes)
 
 
@@ -140,6 +153,10 @@ def write_quantized(export: Export) -> None:
         UserError: the model cannot be quantized, or the audit found a problem.
     """
     args, model = export.args, export.model
+    if draft_folder(model):
+        raise UserError(f"--quant_method does not support heads in {DRAFT_FOLDER}/", "quantize the run of the heads")
+    if dist.get_rank() == 0 and _are_for_stock(model, model.heads):
+        logger.warning("%s/ is not written: heads of quantized models require swiftlite's plugin in vLLM", DRAFT_FOLDER)
     matrices = matrices_of(model, args.quant_heads)
     scheme = scheme_of(args, {key: entry.shape for key, entry in matrices.items()})
     fp8_model = None
@@ -194,7 +211,15 @@ def write_card(export: Export) -> None:
         gguf_file = next(export.result.glob("*.gguf")).name
     else:
         quality = read_quality(resolve(export.result), args.quant_method)
-    card = model_card(args.push_to_hub, source.provenance, source.heads, source.measured_run, quality, gguf_file)
+    card = model_card(
+        args.push_to_hub,
+        source.provenance,
+        source.heads,
+        source.measured_run,
+        quality,
+        gguf_file,
+        has_draft_folder=_has_draft_folder(export),
+    )
     (export.result / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -280,6 +305,20 @@ def _copy_quantized_trunk(trunk: HfModel, directory: Path) -> dict[str, Entry]:
     return copied[0]
 
 
+def _has_draft_folder(export: Export) -> bool:
+    """Return whether the export has a folder from which vLLM drafts without swiftlite's plugin: its heads were trained
+    for that, and no later step converts the model."""
+    source = export.run_source
+    is_converted = export.plain != export.result or source.trunk.files_from is not None
+    return not is_converted and _are_for_stock(source.hf_model, source.heads)
+
+
+def _are_for_stock(model: HfModel, heads: Heads) -> bool:
+    """Return whether heads were trained for a draft class that vLLM has without swiftlite's plugin."""
+    is_single = heads.layers == 1 and not heads.draft_vocab
+    return is_single and heads.drafting == stock.DRAFTING and not stock.why_not(model.family, model.config)
+
+
 def _open_checkpoint(source: RunSource, mesh: Mesh) -> list[GPTModel]:
     """Load the checkpoint's model on this rank, with the heads of another model if given; without decoder layers
     if the run read them from files."""
@@ -318,10 +357,11 @@ def _written_dtypes(dtypes: dict[str, str], source: RunSource, torch_dtype: str 
     return cast | {key: own for key, own in dtypes.items() if key in exact}
 
 
-def _write_small_files(args: ExportArgs, source: RunSource, directory: Path) -> None:
+def _write_small_files(export: Export) -> None:
     """Copy the small files of the source model, such as the tokenizer, and write config.json with the export's heads
     and dtype, and with the quantization of a kept trunk.
     """
+    args, source, directory = export.args, export.run_source, export.plain
     hf_model, heads, quantized = source.hf_model, source.heads, source.trunk.files_from
     for path in hf_model.directory.iterdir():
         if path.name not in ("config.json", TENSORS_FILE, CARRIED_FILE, TOKEN_MAP_FILE):
@@ -329,6 +369,8 @@ def _write_small_files(args: ExportArgs, source: RunSource, directory: Path) -> 
     if heads.draft_vocab:
         torch.save(list(heads.draft_vocab), directory / TOKEN_MAP_FILE)
     changes = hf_model.family.config_with(hf_model.config, heads)
+    if _has_draft_folder(export):
+        changes |= stock.trunk_config(hf_model.family, hf_model.config)
     if args.torch_dtype:
         changes |= dtype_change(hf_model.config, args.torch_dtype)
     config_from = hf_model.directory
@@ -354,7 +396,8 @@ def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> No
         return hf_model.family.is_mtp(hf_model.config, key)
 
     problems = audit_hf(directory, hf_model.family)
-    problems += quantized_head_problems(replace(hf_model, directory=directory, config=read_config(directory)))
+    written_model = replace(hf_model, directory=directory, config=read_config(directory))
+    problems += quantized_head_problems(written_model) + draft_problems(written_model)
     trunk = {key for key in source_keys if not is_mtp(key) and not hf_model.family.is_derived(key)}
     written = {key for key in describe(directory) if not is_mtp(key)}
     problems += [f"{key} of the source model was not written" for key in sorted(trunk - written)]

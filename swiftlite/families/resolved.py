@@ -9,9 +9,10 @@ from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
-from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.hf_config import HEADS_FILE, read_config
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
+from swiftlite.families.serving import stock
 from swiftlite.hub.model import local_model
 from swiftlite.hub.name import models_in
 
@@ -89,7 +90,10 @@ def resolve(name: str | Path) -> HfModel:
             f"convert it first: swiftlite export --to_hf --model {directory} --output_dir DIR",
         )
     config = read_config(directory)
-    return HfModel(str(name), directory, config, get(config, directory))
+    family = get(config, directory)
+    if (directory / HEADS_FILE).is_file() and not stock.why_not(family, config):
+        family = stock.with_draft(family, config)
+    return HfModel(str(name), directory, config, family)
 
 
 def resolve_options(args: Any) -> dict[str, HfModel]:

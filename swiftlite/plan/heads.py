@@ -12,7 +12,7 @@ from swiftlite.args.fields import MtpInit, MtpLoss
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import HeadsTuner, Lora
 from swiftlite.families import Family
-from swiftlite.families.serving.index import CONVENTIONS
+from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import method_of
 from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
 
@@ -64,7 +64,7 @@ def heads_for_engine(args: SftArgs, checkpoint: Heads, family: Family) -> Heads:
     heads = heads_of(args, checkpoint)
     if not args.draft_for or not heads.layers:
         return heads
-    convention = CONVENTIONS[args.draft_for](family)
+    convention = DRAFT_FOR[args.draft_for](family)
     if convention is None:
         return heads
     return replace(heads, drafting=convention.drafting)

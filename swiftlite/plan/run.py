@@ -63,6 +63,7 @@ class Plan:
     lr: float
     min_lr: float
     save_steps: int
+    ephemeral_save_steps: int | None
     eval_steps: int
 
 
@@ -129,6 +130,7 @@ def make_plan(
         lr=lr,
         min_lr=min_lr_of(args, lr),
         save_steps=args.save_steps,
+        ephemeral_save_steps=args.ephemeral_save_steps,
         eval_steps=args.eval_steps or args.save_steps,
     )
 
@@ -230,7 +232,9 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
     The last batch is filled up with rows of the next pass, so that every step has the same size.
     """
     num_in_epoch = num_samples * method_of(args).rows_per_prompt(args)
-    steps = args.train_iters or math.ceil(num_in_epoch * args.num_train_epochs / args.global_batch_size)
+    steps = args.train_iters
+    if steps is None:
+        steps = math.ceil(num_in_epoch * args.num_train_epochs / args.global_batch_size)
     return Schedule(
         num_samples=num_samples,
         steps=steps,
@@ -407,7 +411,7 @@ def _global_batch(plan: Plan) -> str:
 
 
 def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
-    if args.train_iters:
+    if args.train_iters is not None:
         steps = f"{args.train_iters} (--train_iters)"
     elif schedule:
         steps = f"at most {schedule.steps} = {schedule.num_samples} rows x {args.num_train_epochs:g} / global batch"
@@ -425,12 +429,15 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
         evaluates = f"every {plan.eval_steps} steps on {held_out}"
         if not method_of(args).evaluates(args):
             evaluates = f"acceptance of drafts before and after training, on {held_out}"
+    saves = f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"
+    if plan.ephemeral_save_steps:
+        saves += f"; every {plan.ephemeral_save_steps} steps, keeps it until the next checkpoint"
     return [
         ("dataset", dataset),
         ("steps", steps),
         ("learning rate", learning_rate),
         ("evaluates", evaluates),
-        ("saves", f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"),
+        ("saves", saves),
         ("seed", str(args.seed)),
         *_profile_lines(args),
     ]

@@ -33,6 +33,16 @@ AFTER_TIMEOUT_SECONDS = 3 * BEAT_SECONDS
 LOG_SECONDS = 60
 
 
+def key_value_store() -> Any:
+    """Return a client, for another thread, of the store in which the ranks met.
+
+    A client handles one request at a time, and a request of this rank's main thread may wait for another rank. Without
+    `clone` (torch 2.6), the threads share the client.
+    """
+    store = _get_default_store()
+    return getattr(store, "clone", lambda: store)()
+
+
 class Presence:
     """The signs of life of this rank and of all others.
 
@@ -44,9 +54,7 @@ class Presence:
         self.limit = limit
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._store = _get_default_store()
-        # A client handles one request at a time, and a request of this rank's main thread may wait for another rank.
-        # Without `clone` (torch 2.6), the thread shares it.
-        self._store_of_thread: Any = getattr(self._store, "clone", lambda: self._store)()
+        self._store_of_thread = key_value_store()
         self._numbers: Counter[str] = Counter()
         self._seen: dict[int, tuple[int, float]] = {}
         """By rank, the last value of its counter and when it changed."""

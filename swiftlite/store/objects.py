@@ -240,16 +240,19 @@ class ObjectStore:
                 file.write(content)
         return sha.hexdigest()
 
-    def delete_unfinished(self) -> None:
+    def delete_unfinished(self, is_old: Callable[[str], bool]) -> None:
         """Delete the temporary files of killed processes in a directory, which obstore does not list.
 
         Object stores delete parts of unfinished objects themselves, by the rules of the bucket.
+
+        Args:
+            is_old: whether no process writes in a directory, by its name.
         """
         directory = directory_of(self.url)
         if directory is None:
             return
         for path in directory.glob("*/*#*"):
-            if _TEMPORARY.fullmatch(path.name):
+            if _TEMPORARY.fullmatch(path.name) and is_old(path.parent.name):
                 path.unlink(missing_ok=True)
                 with suppress(OSError):  # fails unless it is empty
                     path.parent.rmdir()

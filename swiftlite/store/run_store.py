@@ -28,6 +28,8 @@ from swiftlite.runtime.lock import holder_of
 from swiftlite.runtime.progress import num_restarts
 from swiftlite.store.manifest import MANIFEST_FILE, read_manifest
 from swiftlite.store.objects import SMALL_BYTES, TRIES, ObjectStore, StoreError, digests_of, in_threads, url_of
+from swiftlite.store.retention import EPHEMERAL_FILE, old_ones
+from swiftlite.store.shares import ALONE, Shares
 
 FLAG = "--checkpoint_store"
 RUN_FILE = "checkpoint_store.json"
@@ -96,12 +98,15 @@ class RunStore:
         run.mkdir(parents=True, exist_ok=True)
         atomic_write(run / RUN_FILE, content)
 
-    def put_checkpoint(self, checkpoint: Path) -> int:
+    def put_checkpoint(self, checkpoint: Path, shares: Shares = ALONE) -> int:
         """Copy a checkpoint, and the run's other files. An incomplete or different copy of it is replaced, and a
         damaged one repaired.
 
+        Args:
+            shares: the ranks that copy it together (`put_share`); this is the first one.
+
         Returns:
-            The number of bytes that were copied of the checkpoint; 0 if the store already contains it.
+            The number of bytes of the checkpoint that were copied; 0 if the store already contains it.
 
         Raises:
             OSError: a file cannot be read.
@@ -120,14 +125,35 @@ class RunStore:
             record_decision(checkpoint.parent, _step_of(checkpoint.name) or 0, "damaged_copy", decision)
         if has_seal:
             self.objects.delete([seal])
-        self._put_and_verify(checkpoint, names, digests)
+        own = shares.own(names)
+        self._put_and_verify(checkpoint, own, digests)
+        self._put_and_verify(checkpoint, sorted({*names} - {*own} - shares.copied_by_others()), digests)
         known = {seal, *(f"{checkpoint.name}/{name}" for name in digests)}
         self.objects.delete(self.objects.list(checkpoint.name).keys() - known)  # of another layout
         self.objects.put(seal, manifest)
         return sum((checkpoint / name).stat().st_size for name in names)
 
+    def put_share(self, checkpoint: Path, shares: Shares) -> list[str]:
+        """Copy the files of a checkpoint that this rank has written, and return their names.
+
+        No file is copied if the store contains a complete copy, which the first rank compares or replaces, or another
+        run, which the first rank reports.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        digests = read_manifest(checkpoint) or {}
+        is_complete = f"{checkpoint.name}/{MANIFEST_FILE}" in self.objects.list(checkpoint.name)
+        if is_complete or self.run_id() != own_id(checkpoint.parent):
+            return []
+        names = shares.own(sorted(digests))
+        self._put_and_verify(checkpoint, names, digests)
+        return names
+
     def _put_and_verify(self, checkpoint: Path, names: list[str], digests: Mapping[str, str]) -> None:
         """Copy files of a checkpoint, again if they arrive damaged."""
+        if not names:
+            return
         for _ in range(TRIES):
             in_threads(lambda name: self.objects.put(f"{checkpoint.name}/{name}", checkpoint / name), names)
             names = self._different(checkpoint, names, digests)
@@ -169,21 +195,20 @@ class RunStore:
                 self.objects.put(name, path if status.st_size > SMALL_BYTES else path.read_bytes())
             self.copied[name] = status.st_mtime_ns
 
-    def delete_oldest(self, keep: int | None, newest: int) -> None:
-        """Delete old checkpoints, and incomplete ones before the newest.
+    def delete_oldest(self, keep: int | None, before: int) -> None:
+        """Delete old and incomplete checkpoints.
 
         Args:
-            keep: number of complete checkpoints to keep; None keeps all.
-            newest: step of the checkpoint that was copied last.
+            keep: see `old_ones`.
+            before: only checkpoints before this step are deleted. Ranks may already copy later ones.
         """
-        self.objects.delete_unfinished()
+        self.objects.delete_unfinished(lambda directory: (_step_of(directory) or 0) < before)
         stored = self.objects.list()
-        complete = _complete(stored)
-        kept = set(complete)
-        if keep:
-            kept = set(complete[-keep:])
+        complete = [step for step in _complete(stored) if step < before]
+        ephemeral = {step for step in complete if f"checkpoint-{step}/{EPHEMERAL_FILE}" in stored}
+        kept = {*complete} - {*old_ones(complete, ephemeral, keep)}
         for step in sorted(_begun(stored)):
-            if step in kept or step > newest:
+            if step in kept or step >= before:
                 continue
             directory = f"checkpoint-{step}"
             names = {name for name in stored if name.startswith(f"{directory}/")}

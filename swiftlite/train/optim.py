@@ -175,16 +175,17 @@ def _learning_rate(
     args: SftArgs, plan: Plan, schedule: Schedule, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
     """Return the learning-rate schedule: linear warmup from 0, then decay with --lr_decay_style to the minimum."""
+    steps = max(1, schedule.steps)  # Megatron requires a step, also if nothing is trained
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=plan.lr,
         min_lr=plan.min_lr,
-        lr_warmup_steps=min(schedule.warmup_steps, schedule.steps - 1),  # at least one decay step is required
-        lr_decay_steps=schedule.steps,
+        lr_warmup_steps=min(schedule.warmup_steps, steps - 1),  # at least one decay step is required
+        lr_decay_steps=steps,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=schedule.steps,
+        wd_incr_steps=steps,
         wd_incr_style="constant",
     )

@@ -37,12 +37,14 @@ from swiftlite.runtime.distributed import session
 from swiftlite.runtime.environment import describe_machine, versions_of
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.runtime.presence import key_value_store
 from swiftlite.store.copies import Copies, copies_of
+from swiftlite.store.shares import ALONE, Shares
 from swiftlite.train.batches.micro_batches import Batches, SampleRows
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import load_checkpoint
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
-from swiftlite.train.checkpoint.state import CheckpointState, DataState
+from swiftlite.train.checkpoint.state import CheckpointState, Consumed, DataState
 from swiftlite.train.checkpoint.verification import newest_whole_checkpoint
 from swiftlite.train.image_files import changed_images, write_digests
 from swiftlite.train.live_weights import LiveWeights
@@ -108,6 +110,7 @@ class Outcome:
         first: step of the checkpoint that the run resumed from; 0 without a checkpoint.
         evaluation: the last metrics over held-out rows, by name; empty without held-out rows.
         times: seconds of the first rank by part of the work, see `StepClock.totals`.
+        consumed: tokens and samples of all steps, also of earlier processes.
     """
 
     stopped_by: int
@@ -115,6 +118,7 @@ class Outcome:
     evaluation: Mapping[str, float]
     times: Mapping[str, float] = field(default_factory=dict)
     first: int = 0
+    consumed: Consumed = field(default_factory=Consumed)
 
 
 def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mesh]:
@@ -141,14 +145,15 @@ def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
 
 
 def copy_checkpoints(args: SftArgs) -> AbstractContextManager[Copies | None]:
-    """Copy checkpoints to --checkpoint_store while the context is open, on the first rank.
+    """Copy checkpoints to --checkpoint_store while the context is open.
 
     Raises:
-        UserError: when the context ends, the newest checkpoint was not copied.
+        UserError: when the context ends, the newest checkpoint was not copied; on the first rank.
     """
-    if dist.get_rank() != 0:
-        return nullcontext()
-    return copies_of(Path(args.output_dir), args.checkpoint_store, args.save_total_limit)
+    shares = ALONE
+    if args.checkpoint_store and dist.get_world_size() > 1:
+        shares = Shares(dist.get_rank(), dist.get_world_size(), key_value_store())
+    return copies_of(Path(args.output_dir), args.checkpoint_store, args.save_total_limit, shares)
 
 
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
@@ -177,7 +182,7 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
     # These may differ between nodes.
     where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")
     where += ("media_root", "ref_model", "ref_logprobs_cache", "teacher_model", "dataset_cache")
-    where += ("checkpoint_store", "external_plugins", "rollouts_from")  # only the first rank reads them
+    where += ("external_plugins", "rollouts_from")  # only the first rank reads them
     options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
     versions = {name: version(name) for name in VERSIONS}
     check_agreement(
@@ -335,19 +340,23 @@ def lacks_evaluation(run: Run, step: int) -> bool:
 
 
 def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
-    """Run all steps after step `first`. Before the first and after the last step, evaluate and measure acceptance."""
+    """Run all steps after step `first`. Before the first and after the last step, evaluate and measure acceptance; in a
+    run without steps once, as after the last step.
+    """
 
     def measure(when: Literal["before", "after"], evaluation: Mapping[str, float]) -> None:
         with trainer.evaluating():
             held_out.measure(when, trainer.model, evaluation)
 
-    if run.checkpoint is None:
+    if not first and run.schedule.steps:  # also if the run resumes from the checkpoint of a run without steps
         evaluation = trainer.evaluate(0)
         if not method_of(run.args).evaluates_rows:  # acceptance.json has no place for metrics of completions
             trainer.log(0, evaluation)
         measure("before", evaluation)
     start = time.perf_counter()
-    stopped_by = trainer.fit(first)
+    stopped_by = 0
+    if run.schedule.steps or run.checkpoint is None:  # otherwise checkpoint-0 is complete
+        stopped_by = trainer.fit(first)
     seconds = time.perf_counter() - start
     if stopped_by:
         trainer.close()
@@ -359,7 +368,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     if run.is_first_rank:
         trainer.summarize(held_out.summary())
     trainer.close()
-    return Outcome(stopped_by, seconds, evaluation, trainer.clock.totals, first)
+    return Outcome(stopped_by, seconds, evaluation, trainer.clock.totals, first, trainer.consumed)
 
 
 def finish(run: Run, outcome: Outcome) -> int:
@@ -390,6 +399,7 @@ def report(run: Run, outcome: Outcome) -> None:
             "resumed_from": outcome.first,
             "seconds": round(outcome.seconds, 1),
             "times": {name: round(seconds, 3) for name, seconds in outcome.times.items()},
+            **outcome.consumed.metrics(),
             "evaluation": outcome.evaluation,
             "layout": dict(layout_lines(run.plan)),
             "kernels": run.plan.kernels.described,

@@ -93,8 +93,8 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         prepared = prepare(args, mesh, models)
         state = phases.restore(prepared)
         trainer = make_trainer(prepared, state, after_step, copies)
-        if copies and prepared.checkpoint:  # a killed run may not have copied it
-            copies.add(prepared.checkpoint)
+        if copies and prepared.checkpoint and prepared.is_first_rank:  # a killed run may not have copied it
+            copies.add_alone(prepared.checkpoint)
         try:
             outcome = phases.fit(prepared, trainer, state.step, make_held_out(prepared))
         finally:
@@ -370,6 +370,7 @@ def make_trainer(
         get_data_state=batches.get_state,
         sources_of=batches.sources_of,
         bad_steps=BadSteps.of(run.mesh, args.skip_bad_steps, state.bad_steps),
+        consumed=state.consumed,
         lacks_evaluation=run.is_first_rank and phases.lacks_evaluation(run, state.step),
         evaluate_more=batches.evaluate,
         release=batches.release,

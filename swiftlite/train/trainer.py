@@ -27,6 +27,7 @@ from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.bad_steps import FLAG, SUGGESTED_SIGMA, BadSteps, restoring_router_biases
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
+from swiftlite.train.checkpoint.state import Consumed
 from swiftlite.train.clipping import CheckedOptimizer
 from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.metrics.step_clock import StepClock
@@ -65,6 +66,7 @@ class Trainer:
         sources_of: returns the rows of a step (counted from 0) that `train_batches` returned last, as `file:line` or as
             a number; called on the first rank.
         bad_steps: decides which steps are applied. Default: all.
+        consumed: tokens and samples of all steps so far, those of earlier processes included.
         lacks_evaluation: on the first rank, whether the step that the run resumes from must still be evaluated.
         release: ends processes that `train_batches` and `evaluate_more` use; called when training has ended, also by an
             error.
@@ -93,6 +95,7 @@ class Trainer:
     get_data_state: Callable[[], Mapping[str, Any]] = dict
     sources_of: Callable[[int], Sequence[str]] = lambda step: ()
     bad_steps: BadSteps = field(default=None)  # pyright: ignore[reportAssignmentType]: `__post_init__` sets it
+    consumed: Consumed = field(default_factory=Consumed)
     lacks_evaluation: bool = False
     evaluate_more: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
@@ -102,6 +105,7 @@ class Trainer:
     restart_clock: RestartClock = field(default_factory=RestartClock)
     clock: StepClock = field(init=False)
     stragglers: Stragglers = field(init=False)
+    _last_saved: int = 0
 
     def __post_init__(self):
         self.clock = StepClock(self.mesh.device.is_cuda)
@@ -110,7 +114,7 @@ class Trainer:
 
     def fit(self, first: int) -> int:
         """Run all steps after step `first`, with periodic checkpoints and evaluations. There is no evaluation after the
-        last step.
+        last step. A run without steps saves the weights as they were initialized.
 
         Returns:
             The number of the signal that stopped training, in which case a checkpoint was saved; otherwise 0.
@@ -120,6 +124,8 @@ class Trainer:
             self.restart_clock.start(first)
             if all_reduce_max(int(self.lacks_evaluation), self.mesh) and (stopping := self._evaluate(first, stop)):
                 return stopping
+            if not self.schedule.steps:
+                self._save(0)
             for step in range(first + 1, self.schedule.steps + 1):
                 self.log(step - 1, self.restart_clock.before(step))
                 self.profiler.before(step)
@@ -139,6 +145,8 @@ class Trainer:
                     stopping = self._evaluate(step, stop)
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)
+                elif self.plan.ephemeral_save_steps and step % self.plan.ephemeral_save_steps == 0:
+                    self._save(step, is_ephemeral=True)
                 if stopping:
                     self._finish_checkpoint()
                     return stopping
@@ -168,16 +176,18 @@ class Trainer:
     def _stop_before(self, step: int, first: int, stop: StopSignals) -> int:
         """Save the last step unless it is saved already; return the number of the signal."""
         last = step - 1
-        if last > first and last % self.plan.save_steps:
+        if last > first and last != self._last_saved:
             self._save(last)
         self._finish_checkpoint()
         return all_reduce_max(stop.received, self.mesh)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, is_ephemeral: bool = False) -> None:
+        self._last_saved = step
         if self.checkpointer:
             with self.clock.between_steps("checkpoint"), whole_parameters(self.model):
                 self._refuse_broken_weights(step)
-                self.checkpointer.save(step, {**self.get_data_state(), **self.bad_steps.state()})
+                state = {**self.get_data_state(), **self.bad_steps.state(), "consumed": self.consumed}
+                self.checkpointer.save(step, state, is_ephemeral=is_ephemeral)
 
     def _refuse_broken_weights(self, step: int) -> None:
         """Reject non-finite weights, because a checkpoint with such weights would replace a usable checkpoint.
@@ -230,7 +240,7 @@ class Trainer:
             self.scheduler.step(increment=1)  # before the update, so that the first update has a learning rate above 0
             with self.clock.part("optimizer"):
                 norms = self._update(objective, sums)
-        sizes = self._sum_over_data_parallel(*self._sizes_of(batches))
+        num_samples, *sizes = self._sum_over_data_parallel(*self._sizes_of(batches))
         # A GPU is still computing the update: without waiting, the time would be that of launching kernels.
         self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
@@ -240,6 +250,8 @@ class Trainer:
             metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
         metrics |= norms | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
         metrics |= self._speed(sizes, counts, seconds)
+        self.consumed = self.consumed.and_also(tokens=sizes[0], samples=num_samples)
+        metrics |= self.consumed.metrics()
         return self._checked(step, metrics)
 
     def _update(self, objective: Objective, sums: torch.Tensor) -> dict[str, float]:
@@ -264,8 +276,11 @@ class Trainer:
         return self.optimizer.norms
 
     def _sizes_of(self, batches: Sequence[Batch]) -> Iterator[int]:
-        """Yield the arguments of `count_flops` for this rank's micro-batches, without the counts of the objective."""
+        """Yield the number of samples of this rank's micro-batches, then their arguments of `count_flops` without the
+        counts of the objective.
+        """
         lengths = [length for batch in batches for length in batch.lengths]
+        yield len(lengths)
         yield sum(batch.num_tokens for batch in batches)
         yield sum(length**2 for length in lengths)
         yield sum(batch.num_items for batch in batches)
@@ -276,7 +291,7 @@ class Trainer:
         """Return the metrics of speed and memory of a step.
 
         Args:
-            sizes: `_sizes_of` all micro-batches.
+            sizes: `_sizes_of` all micro-batches, without the number of samples.
             counts: counts of the objective.
         """
         num_tokens, squares, *others = sizes

@@ -4,6 +4,7 @@ test_launched.py has a run that CI kills, and tests/launch/test_restarts.py the 
 """
 
 import json
+import os
 import socket
 import subprocess
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from tests.e2e.conftest import Commands, read_metrics
 from tests.faults.hunt import digest_of_checkpoint
+from tests.faults.unattended import INJECTED
 from tests.messages import has_line
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -25,7 +27,7 @@ LAST = 40
 OPTIONS = {
     "plain": (),
     "no checkpoint yet": ("--save_steps", 100),
-    "store": ("--checkpoint_store", "STORE", "--save_total_limit", 2),
+    "store": ("--checkpoint_store", "STORE", "--save_total_limit", 2, "--ephemeral_save_steps", 1),
     "streaming": ("--packing", "--max_length", 64, "--packing_length", 96, "--streaming", "--streaming_buffer_size", 8),
     "optimizer": ("--use_distributed_optimizer", "true"),
 }
@@ -113,9 +115,9 @@ def start_node(commands, long_sft, started, tmp_path):
         probe.bind(("", 0))
         port = probe.getsockname()[1]
 
-    def start(nnodes: str, node: int, *options: object) -> subprocess.Popen:
+    def start(nnodes: str, node: int, *options: object, **environment: str) -> subprocess.Popen:
         words = [*long_sft, "--global_batch_size", 8, "--output_dir", tmp_path / "run", "--max_restarts", 2]
-        environment = {"NNODES": nnodes, "NODE_RANK": str(node), "NPROC_PER_NODE": "2"}
+        environment |= {"NNODES": nnodes, "NODE_RANK": str(node), "NPROC_PER_NODE": "2"}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started.append(commands.start_for_real(*words, *options, **environment, **address))
         return started[-1]
@@ -137,6 +139,27 @@ def test_a_killed_rank_and_a_killed_node_with_a_spare_change_nothing(commands, l
     whole = unbroken(commands, [*long_sft, "--global_batch_size", 8], tmp_path / "whole", processes=4)
     assert results_of(run) == whole
     assert [line["restart/number"] for line in restarts_of(run)] == [1, 2]
+
+
+def test_a_node_that_must_tokenize_is_waited_for(commands, long_sft, start_node, tmp_path):
+    """Node 0 has the tokenized rows; node 1 needs longer for them than a step may take."""
+    cache = ("--dataset_cache", tmp_path / "cache-0")
+    whole = unbroken(commands, [*long_sft, "--global_batch_size", 8, *cache], tmp_path / "whole", processes=4)
+    (tmp_path / "injected").mkdir()
+    (tmp_path / "injected" / "sitecustomize.py").write_text(INJECTED)
+    paths = os.pathsep.join([str(tmp_path / "injected"), os.environ.get("PYTHONPATH", "")])
+    limit = ("--distributed_timeout_minutes", 1)
+    nodes = [
+        start_node("2:2", 0, *limit, *cache),
+        start_node(
+            "2:2", 1, *limit, "--dataset_cache", tmp_path / "cache-1", UNATTENDED_FAULT="slow", PYTHONPATH=paths
+        ),
+    ]
+    errors = [node.communicate(timeout=400)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    assert has_line(errors[0], "waiting for rank 2")
+    assert results_of(tmp_path / "run") == whole
+    assert all("restart/number" not in line for line in read_metrics(tmp_path / "run"))
 
 
 def test_fewer_nodes_continue_with_the_same_batches(commands, long_sft, start_node, tmp_path):

@@ -182,6 +182,16 @@ def test_integers_of_one_family_are_refused_on_cpus_with_amx(tmp_path, vllm_host
     assert mentions(problem, word)
 
 
+@pytest.mark.parametrize(
+    ("name", "has_avx512", "word"), [("int4", False, "AVX-512"), ("int4", True, ""), ("fp8", False, "")]
+)
+def test_packed_integers_are_refused_on_cpus_without_avx_512(tmp_path, vllm_host, name, has_avx512, word):
+    """vLLM starts there, and fails at the first request."""
+    problem = vllm_host.call(partial(vllm_here.refused_on, has_avx512, make(tmp_path, "qwen3", name)))
+    assert bool(problem) == bool(word)
+    assert mentions(problem, word)
+
+
 def test_vllm_stops_at_uninitialized_scales(tmp_path, vllm_host):
     """vLLM itself refuses such a model with the options that swiftlite passes to it, and starts with its defaults."""
     model = make(tmp_path, "mimo", "int8")

@@ -261,6 +261,21 @@ def refused_format(directory: Path, has_amx: bool) -> str:
     return ""
 
 
+def refused_on(has_avx512: bool, directory: Path) -> str:
+    """Return why swiftlite refuses to start vLLM with a model on such an x86 processor; "" if it does not."""
+    from swiftlite.engines.vllm import options
+
+    with (
+        patch.object(torch.cpu, "_is_avx512_supported", lambda: has_avx512),
+        patch.object(options.platform, "machine", lambda: "x86_64"),
+    ):
+        try:
+            options.check_instructions(resolve_served(directory))
+        except UserError as error:
+            return error.problem
+    return ""
+
+
 def start_unchecked(directory: Path, is_tracked: bool) -> str:
     """Start vLLM with heads, without swiftlite's check of quantized heads; return vLLM's error, or "" if it starts.
 

@@ -11,6 +11,7 @@ and no damaged file under a valid name may remain, and the decision must be in m
 
 import argparse
 import hashlib
+import json
 import logging
 import os
 import random
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +38,10 @@ from tests.store.s3 import faulty_line, s3_server
 
 STEPS, SAVE_STEPS = 160, 10
 BAD_STEP = 47
-BAD_ROW = 11
-SECONDS_OF_A_RUN = 600
+STREAMED_ROWS, BAD_ROW = 400, 180
+"""The bad row comes after the first checkpoint. Five rows are packed into one, of which a step has two."""
+SECONDS_OF_A_RUN = 1800
+"""Enough for a busy machine."""
 SLOW_SECONDS = 80
 """Seconds by which a slow node is late; --distributed_timeout_minutes is 1."""
 INJECTED = f'''
@@ -149,16 +152,38 @@ class Job:
             )
 
     def wait_for_checkpoint(self, step: int) -> None:
+        self.wait_until(lambda: any(path.name == f"checkpoint-{step}" for path in run_checkpoints(self.out)))
+
+    def wait_until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for a state of the run. It is an error if the launcher ends before."""
         deadline = time.monotonic() + SECONDS_OF_A_RUN
-        while not any(path.name == f"checkpoint-{step}" for path in run_checkpoints(self.out)):
-            assert time.monotonic() < deadline, f"no checkpoint-{step}"
+        while not is_reached():
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
             assert self.launchers[0].poll() is None, self.log.read_text()[-3000:]
             time.sleep(0.02)
 
+    def ranks(self) -> list[psutil.Process]:
+        return [process for process in family(self.launchers[0])[1:] if "--output_dir" in process.cmdline()][:2]
+
     def send(self, number: int) -> None:
         """Send a signal to a random rank."""
-        ranks = [process for process in family(self.launchers[0])[1:] if "--output_dir" in process.cmdline()]
-        self.chance.choice(ranks[:2]).send_signal(number)
+        self.chance.choice(self.ranks()).send_signal(number)
+
+    def kill_after(self, change: Callable[[], None]) -> None:
+        """Kill a random rank after a change of files. All ranks are stopped meanwhile, so that they write no others."""
+        ranks = self.ranks()
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+        change()
+        self.chance.choice(ranks).kill()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):  # the killed one
+                rank.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Kill the launchers of a run that did not end by itself; their ranks end with them."""
+        for launcher in self.launchers:
+            launcher.kill()
 
     def wait(self) -> int:
         """Wait until all launchers have ended; return the largest exit code."""
@@ -179,45 +204,39 @@ def hang(job: Job) -> None:
 
 def damaged_checkpoint(job: Job) -> None:
     job.wait_for_checkpoint(2 * SAVE_STEPS)
-    job.send(signal.SIGSTOP)  # no further checkpoint is written before the newest one is damaged
-    _damage(run_checkpoints(job.out)[-1], job.chance)
-    job.send(signal.SIGKILL)
+    job.kill_after(lambda: _damage(run_checkpoints(job.out)[-1], job.chance))
 
 
 def damaged_copy(job: Job) -> None:
-    """The newest checkpoint is lost, and its copy is damaged."""
-    job.wait_for_checkpoint(2 * SAVE_STEPS)
+    """The newest complete copy is damaged, and the directory has lost its checkpoints from this step on."""
     store = Path(job.store.removeprefix("file://"))
-    job.send(signal.SIGSTOP)
-    newest = run_checkpoints(job.out)[-1]
-    deadline = time.monotonic() + 60
-    while not (store / newest.name / "SHA256SUMS").exists():  # stopped before it was copied
-        if time.monotonic() > deadline:
-            newest = run_checkpoints(store)[-1]
-            break
-        time.sleep(0.1)
-    _damage(store / newest.name, job.chance)
-    for path in run_checkpoints(job.out):
-        if int(path.name.partition("-")[2]) >= int(newest.name.partition("-")[2]):
-            path.rename(job.directory / f"lost-{job.out.name}-{path.name}")
-    job.send(signal.SIGKILL)
+
+    def copies() -> list[Path]:
+        return [path for path in run_checkpoints(store) if (path / "SHA256SUMS").exists()]
+
+    def change() -> None:
+        newest = copies()[-1]
+        _damage(newest, job.chance)
+        for path in run_checkpoints(job.out):
+            if int(path.name.partition("-")[2]) >= int(newest.name.partition("-")[2]):
+                path.rename(job.directory / f"lost-{job.out.name}-{path.name}")
+
+    job.wait_until(lambda: len(copies()) > 1)
+    job.kill_after(change)
 
 
 def store_down(job: Job) -> None:
     job.wait_for_checkpoint(2 * SAVE_STEPS)
     job.set_store_down(True)
     job.send(signal.SIGKILL)
-    while not restarts_in(read_metrics(job.out)) and job.launchers[0].poll() is None:
-        time.sleep(0.2)
+    job.wait_until(lambda: bool(restarts_in(read_metrics(job.out))))
     job.set_store_down(False)
 
 
 def damaged_cache(job: Job) -> None:
     job.wait_for_checkpoint(2 * SAVE_STEPS)
-    job.send(signal.SIGSTOP)
     files = [path for path in job.directory.glob(f"states-{job.out.name}/*") if path.stat().st_size > 4096]
-    _change(job.chance.choice(sorted(files)), job.chance)
-    job.send(signal.SIGKILL)
+    job.kill_after(lambda: _change(job.chance.choice(sorted(files)), job.chance))
 
 
 def bad_row(job: Job) -> None:
@@ -225,6 +244,7 @@ def bad_row(job: Job) -> None:
     assert job.launchers[0].wait(SECONDS_OF_A_RUN) != 0
     options = re.search(r"--resume --max_bad_rows \d+", job.log.read_text())
     assert options, job.log.read_text()[-2000:]
+    assert run_checkpoints(job.out), "the row was read before the first checkpoint"
     job.command += shlex.split(options.group())
     job.launchers.clear()
     job.start({})
@@ -319,8 +339,9 @@ class Trial:
         self.directory = directory
         (directory / "injected").mkdir()
         (directory / "injected" / "sitecustomize.py").write_text(INJECTED)
-        self.model, rows = write_model_and_rows(directory)
-        lines = Path(rows).read_text().splitlines(keepends=True)
+        self.model, _ = write_model_and_rows(directory)
+        rows = [{"query": f"What is {n} plus {n}?", "response": f"It is {2 * n}."} for n in range(STREAMED_ROWS)]
+        lines = [json.dumps(row) + "\n" for row in rows]
         (directory / "rows-bad.jsonl").write_text("".join([*lines[:BAD_ROW], '{"query": \n', *lines[BAD_ROW + 1 :]]))
         (directory / "rows-without.jsonl").write_text("".join([*lines[:BAD_ROW], *lines[BAD_ROW + 1 :]]))
         self.references: dict[tuple[str, ...], str] = {}
@@ -354,6 +375,7 @@ class Trial:
         job = Job(self.directory, self.directory / f"{name}-{seed}", random.Random(seed))
         job.command = [*self.command(job.out, rows, fault.base), *fault.options, "--max_restarts", "3"]
         with ExitStack() as stack:
+            stack.callback(job.end)
             environment = dict(stack.enter_context(_store(fault, job)))
             if job.store:
                 job.command += ["--checkpoint_store", job.store]
@@ -384,7 +406,9 @@ class Trial:
         found = {line["fault"] for line in decisions_in(read_metrics(job.out))}
         if fault.decision and fault.decision not in found:
             wrong.append(f"metrics.jsonl has no decision {fault.decision}, only {sorted(found)}")
-        left = [process for process in psutil.process_iter() if str(job.out) in " ".join(_words_of(process))]
+        deadline = time.monotonic() + 30
+        while (left := _processes_of(job)) and time.monotonic() < deadline:
+            time.sleep(0.5)
         if left:
             wrong.append(f"processes remain: {left}")
         files = [path for path in (self.directory / "tmp" / job.out.name).rglob("*") if path.is_file()]
@@ -400,6 +424,10 @@ def digest_of_tensors(checkpoint: Path) -> str:
     for path in sorted(checkpoint.glob("*.distcp")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _processes_of(job: Job) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if str(job.out) in " ".join(_words_of(process))]
 
 
 def _words_of(process: psutil.Process) -> list[str]:

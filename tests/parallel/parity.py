@@ -138,6 +138,8 @@ class Result:
     """Gradients of the first step after clipping, by HF name; empty if no step ran."""
     weights: dict[str, torch.Tensor]
     """Weights after the last step, by HF name."""
+    first_changes: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What Adam makes of `gradients`, without weight decay, by HF name."""
 
 
 def make_model(directory: Path, family: str, depth: int = 1, tied: bool = False, **config: Any) -> Path:
@@ -177,8 +179,16 @@ def run(num_processes: int, jobs: Sequence[Job], launch: Callable[..., list[Any]
         first, *others = map(_without_speed, metrics)
         assert all(other == first for other in others), f"{job.out_dir}: ranks report different metrics"
         files = [job.out_dir / part / "model.safetensors" for part in _PARTS]
-        results.append(Result(first, *(load_file(file) if file.exists() else {} for file in files)))
+        gradients, weights = (load_file(file) if file.exists() else {} for file in files)
+        results.append(Result(first, gradients, weights, first_changes(job, gradients)))
     return results
+
+
+def first_changes(job: Job, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the changes that the first step of Adam makes in the weights, without weight decay."""
+    args = job.args(0)
+    assert args.lr is not None  # OPTIONS contain it
+    return {key: -args.lr * tensor / (tensor.abs() + args.adam_eps) for key, tensor in gradients.items()}
 
 
 _PARTS = ("gradients", "weights")
@@ -273,6 +283,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         first, last = job.steps
         if job.resume:
             load_checkpoint(job.resume, mesh, model, optimizer)
+            trainer.consumed = CheckpointState.read(job.resume).consumed
             scheduler.step(increment=first - 1)
             check_embeddings(model)
         metrics = []
@@ -282,7 +293,7 @@ def compute(job: Job) -> list[dict[str, float]]:
                 save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config, plan.lora)
         with whole_parameters(wrapped):
             if job.save:
-                checkpointer.save(last)
+                checkpointer.save(last, {"consumed": trainer.consumed})
                 trainer.close()
             check_embeddings(model)
             _save(model, job.out_dir / "weights", family, hf_config, plan.lora)
@@ -360,7 +371,9 @@ def _gather_gradients(chunk: DistributedDataParallel) -> None:
 # process. Losses are means over some 80 targets: a few units of the last place (6e-8). A gradient is a sum over
 # micro-batches of products through 5 layers, each rounded on the way: a hundred units, seen on its tensor's largest
 # number. A weight is seen on the largest change that training made in its tensor, about 3e-3, while its own last place
-# is 1e-7: 3e-5 is rounding already. What a wrong boundary or a missing sum gives is above 1e-2.
+# is 1e-7: 3e-5 is rounding already. Before that, what Adam makes of the two gradients of the first step is subtracted:
+# it enlarges the rounding of gradients that are smaller than its epsilon. What a wrong boundary or a missing sum gives
+# is above 1e-2.
 BOUNDS = {
     "loss": 1e-6,
     "mtp_loss": 1e-6,
@@ -373,12 +386,10 @@ BOUNDS = {
 
 # Linear attention ends in a norm of each head, and what a sequence's first tokens read is nearly nothing. One rounding
 # of every weight moves gradients of a tiny Qwen3-Next by 9e-5 of their largest, those of other mixtures by 3e-6.
-# Of gpt-oss, the gradient of a router's bias is a sum that nearly cancels (3e-5 of its largest entry were measured),
-# and Adam enlarges the rounding of a gradient that is 3e-5 of the largest one (1.6e-3 of the weight's change). Of
-# Step-3.5, one number in an output matrix of attention has such a gradient (4e-5 of the largest one; 1.2e-3).
+# Of gpt-oss, the gradient of a router's bias is a sum that nearly cancels (3e-5 of its largest entry were measured).
 def sensitivity(family: str) -> float:
     """Return the factor by which rounding changes this family's results more than those of other families."""
-    if family in ("gpt_oss", "step3p5"):
+    if family == "gpt_oss":
         return 2.0
     return 30.0 if family in HYBRID else 1.0
 
@@ -402,22 +413,33 @@ def compare(one: Result, other: Result, source: dict[str, torch.Tensor]) -> dict
 
     mtp = [name for name in one.metrics[0] if name.startswith("mtp_") and name.endswith("_loss")]
     changes = {key: tensor - source[key].float() for key, tensor in one.weights.items()}
+    explained = {key: change - one.first_changes[key] for key, change in other.first_changes.items()}
     return {
         "loss": max(metric("loss", step) for step in steps),
         "mtp_loss": max((metric(name, step) for name in mtp for step in steps), default=0.0),
         "grad_norm_1": metric("grad_norm", steps[0]),
         "grad_norm_5": metric("grad_norm", steps[-1]),
         "gradients": max(_tensor_differences(one.gradients, other.gradients, one.gradients).values(), default=0.0),
-        "weights": max(_tensor_differences(one.weights, other.weights, changes).values(), default=0.0),
+        "weights": max(_tensor_differences(one.weights, other.weights, changes, explained).values(), default=0.0),
     }
 
 
 def _tensor_differences(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], unit: dict[str, torch.Tensor]
+    one: dict[str, torch.Tensor],
+    other: dict[str, torch.Tensor],
+    unit: dict[str, torch.Tensor],
+    explained: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, float]:
-    """Return the largest difference of each tensor, relative to the largest number of the tensor in `unit`."""
+    """Return the largest difference of each tensor, relative to the largest number of the tensor in `unit`.
+
+    Args:
+        explained: a part of the difference that is subtracted.
+    """
     assert one.keys() == other.keys()
-    return {
-        key: float((other[key] - tensor).abs().max() / unit[key].abs().max().clamp(min=1e-12))
-        for key, tensor in one.items()
-    }
+    found = {}
+    for key, tensor in one.items():
+        difference = other[key] - tensor
+        if explained and key in explained:
+            difference = difference - explained[key]
+        found[key] = float(difference.abs().max() / unit[key].abs().max().clamp(min=1e-12))
+    return found

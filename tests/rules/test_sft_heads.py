@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
-from swiftlite.families.serving.index import CONVENTIONS
+from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
 from tests.rules.good import SFT, problems_of
@@ -206,11 +206,41 @@ def test_a_file_is_no_cache(here):
 
 
 def test_heads_for_an_engine_of_which_nothing_is_known(here, monkeypatch):
-    monkeypatch.setitem(CONVENTIONS, "sglang", lambda family: None)
+    monkeypatch.setitem(DRAFT_FOR, "sglang", lambda family: None)
     ((problem, hint),) = problems_of(dataclasses.replace(SFT, model="mtp2", draft_for="sglang"))
     assert mentions(problem, "--draft_for sglang qwen3")
     assert mentions(hint, "vllm")
     assert rules.check(dataclasses.replace(SFT, model="mtp2", draft_for="vllm")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"mtp_num_layers": 2, "mtp_init": "random"}, "--draft_for vllm_stock 2", "--mtp_num_layers 1 --mtp_unroll"),
+        ({"draft_vocab": 50, "mtp_mode": "heads_only"}, "--draft_for vllm_stock", "--draft_vocab 0"),
+    ],
+)
+def test_heads_for_vllm_without_the_plugin(here, change, problem, hint):
+    args = dataclasses.replace(SFT, draft_for="vllm_stock", **change)
+    ((found, advice),) = problems_of(args)
+    assert mentions(found, problem)
+    assert mentions(advice, hint)
+    assert rules.check(dataclasses.replace(args, mtp_num_layers=1, mtp_init="random", draft_vocab=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model_type": "olmo2"}, "--draft_for vllm_stock olmo2"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "--draft_for vllm_stock"),
+    ],
+)
+def test_models_whose_heads_need_more_than_vllm_has(here, settings, problem):
+    path = Path("plain/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    args = dataclasses.replace(SFT, draft_for="vllm_stock", mtp_mode="heads_only")
+    found = [line for line, _ in problems_of(args) if "vllm_stock" in line]
+    assert mention_each(found, [problem])
 
 
 def test_a_learning_rate_of_fine_tuning_is_small_for_heads(here):

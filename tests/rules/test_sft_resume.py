@@ -149,3 +149,13 @@ def test_resume_needs_what_the_run_began_with(here, content):
 def test_resume_has_steps_left(here):
     resumed = dataclasses.replace(SFT, output_dir="run", resume=True, train_iters=10)
     assert mention_each(problems_of(resumed), ["--train_iters 10 run/checkpoint-20 20"])
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(None, False), (499, False), (500, True)])
+def test_ephemeral_checkpoints_are_more_frequent_than_others(here, number, is_refused):
+    args = dataclasses.replace(SFT, ephemeral_save_steps=number)
+    if not is_refused:
+        assert rules.check(args) == []
+        return
+    ((problem, _),) = problems_of(args)
+    assert mentions(problem, "--ephemeral_save_steps 500 --save_steps")

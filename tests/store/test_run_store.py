@@ -3,17 +3,20 @@
 import json
 import os
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
+import torch.distributed as dist
 
 from swiftlite.base.errors import UserError
 from swiftlite.runtime.progress import RESTARTS
 from swiftlite.store import run_store
-from swiftlite.store.copies import Copies, copies_of
+from swiftlite.store.copies import Copies, Job, copies_of
 from swiftlite.store.manifest import MANIFEST_FILE, write_manifest
 from swiftlite.store.objects import ObjectStore, Stored, StoreError, check_store, digests_of, url_of
+from swiftlite.store.retention import EPHEMERAL_FILE
 from swiftlite.store.run_store import RUN_FILE, RunStore, claim_store, fetch_newest
+from swiftlite.store.shares import ALONE, Shares
 from tests.messages import mentions
 from tests.store.s3 import S3, content_of, faulty_line, s3_server
 
@@ -69,11 +72,14 @@ def prepare_store(run: Path, url: str, *, resume: bool) -> None:
     claim_store(run, url, resume=resume)
 
 
-def add_checkpoint(run: Path, step: int, content: str = "") -> Path:
+def add_checkpoint(run: Path, step: int, content: str = "", *, num_ranks: int = 1, is_ephemeral: bool = False) -> Path:
     checkpoint = run / f"checkpoint-{step}"
     checkpoint.mkdir()
-    (checkpoint / "__0_0.distcp").write_text(f"tensors of step {step} {content}" * 1000)
+    for rank in range(num_ranks):
+        (checkpoint / f"__{rank}_0.distcp").write_text(f"tensors of step {step} {content}" * 1000)
     (checkpoint / "trainer_state.json").write_text(f'{{"step": {step}}}')
+    if is_ephemeral:
+        (checkpoint / EPHEMERAL_FILE).write_text("ephemeral")
     write_manifest(checkpoint, {})
     return checkpoint
 
@@ -129,12 +135,128 @@ def test_old_checkpoints_and_remains_are_deleted(url, run):
     }
 
 
+def test_an_ephemeral_copy_is_deleted_when_there_is_a_newer_one(url, run):
+    prepare_store(run, url, resume=False)
+    store = store_of(url)
+    found = []
+    copies = Copies(store, run, keep=1)
+    for step in (2, 3, 4, 6, 7):
+        copies.add(add_checkpoint(run, step, is_ephemeral=step in (3, 4, 7)))
+        while copies.in_use:
+            time.sleep(0.01)
+        found.append(store.steps())
+    copies.finish()
+    assert found == [[2], [2, 3], [2, 4], [6], [6, 7]]
+
+
+def test_an_ephemeral_checkpoint_does_not_take_the_place_of_another_one(run, tmp_path, monkeypatch):
+    copied = []
+    monkeypatch.setattr(RunStore, "put_checkpoint", lambda self, checkpoint, shares: copied.append(checkpoint.name))
+    url = url_of(str(tmp_path / "store"))
+    prepare_store(run, url, resume=False)
+    copies = Copies(store_of(url), run)
+    with copies._changed:  # the thread takes no checkpoint meanwhile
+        for step in (2, 3, 4):
+            copies.add(add_checkpoint(run, step, is_ephemeral=step == 4))
+    copies.finish()
+    assert copied == ["checkpoint-3"]
+
+
+@pytest.fixture
+def ranks() -> list[Shares]:
+    """Return the shares of three ranks that can send each other messages."""
+    messages = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    return [Shares(rank, 3, messages) for rank in range(3)]
+
+
+def test_each_rank_copies_the_files_that_it_has_written(url, run, ranks, tmp_path):
+    prepare_store(run, url, resume=False)
+    first, *others = [Copies(store_of(url), run, shares=shares) for shares in ranks]
+    for step in (2, 4):
+        checkpoint = add_checkpoint(run, step, num_ranks=5)
+        for number, copies in enumerate(others, start=1):
+            shares = ranks[number]
+            names = shares.own(path.name for path in checkpoint.iterdir())
+            assert sorted(names) == [f"__{rank}_0.distcp" for rank in range(number, 5, 3)]
+            copies.add(checkpoint)
+            while copies.in_use:
+                time.sleep(0.01)
+            stored = {PurePosixPath(name).name for name in store_of(url).objects.list(checkpoint.name)}
+            assert stored >= {*names}
+            assert store_of(url).steps() == [2][: step // 4]  # the first rank completes it
+        assert "__0_0.distcp" not in stored
+        first.add(checkpoint)
+        while first.in_use:
+            time.sleep(0.01)
+    for copies in (*others, first):
+        copies.finish()
+    assert content_of(url) == files(run)
+
+
+def test_the_first_rank_copies_what_others_could_not(run, ranks, tmp_path):
+    url = url_of(str(tmp_path / "store"))
+    prepare_store(run, url, resume=False)
+    broken = store_of(url_of(str(tmp_path / "broken")))
+    (tmp_path / "broken").rmdir()
+    (tmp_path / "broken").write_text("")  # a file in place of the directory
+    copies = [Copies(store_of(url), run, shares=ranks[0]), *(Copies(broken, run, shares=each) for each in ranks[1:])]
+    checkpoint = add_checkpoint(run, 2, num_ranks=3)
+    for each in copies:
+        each.add(checkpoint)
+    for each in reversed(copies):
+        each.finish()
+    assert content_of(url) == files(run)
+
+
+def test_a_rank_without_a_report_holds_up_no_run_that_has_failed(run, ranks, tmp_path):
+    url = url_of(str(tmp_path / "store"))
+    prepare_store(run, url, resume=False)
+
+    def fail() -> None:
+        with copies_of(run, url, None, ranks[0]) as copies:
+            assert copies is not None
+            copies.add(add_checkpoint(run, 2, num_ranks=3))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert content_of(url) == files(run)
+
+
+def test_a_rank_leaves_a_complete_copy_and_another_run_alone(run, ranks, tmp_path):
+    url = url_of(str(tmp_path / "store"))
+    prepare_store(run, url, resume=False)
+    store_of(url).put_checkpoint(add_checkpoint(run, 2, num_ranks=3))
+    before = content_of(url)
+    (run / "checkpoint-2").rename(run / "old")
+    checkpoint = add_checkpoint(run, 2, "changed", num_ranks=3)
+    assert store_of(url).put_share(checkpoint, ranks[1]) == []
+    other = tmp_path / "other"
+    other.mkdir()
+    assert store_of(url).put_share(add_checkpoint(other, 4, num_ranks=3), ranks[1]) == []
+    assert content_of(url) == before
+
+
+def test_a_rank_reports_checkpoints_that_it_does_not_reach(run, ranks, tmp_path):
+    url = url_of(str(tmp_path / "store"))
+    prepare_store(run, url, resume=False)
+    copies = Copies(store_of(url), run, shares=ranks[1])
+    with copies._changed:  # the thread takes no checkpoint meanwhile
+        for step in (2, 4):
+            copies.add(add_checkpoint(run, step, num_ranks=3))
+    copies.finish()
+    ranks[2].of(1).report([])
+    ranks[2].of(2).report(["__2_0.distcp"])
+    assert ranks[0].of(1).copied_by_others() == set()
+    assert ranks[0].of(2).copied_by_others() == {"__1_0.distcp", "__2_0.distcp"}
+
+
 def test_a_directory_keeps_no_empty_directories(run, tmp_path):
     url = url_of(str(tmp_path / "store"))
     claim_store(run, url, resume=False)
     store_of(url).put_checkpoint(add_checkpoint(run, 2))
     store_of(url).put_checkpoint(add_checkpoint(run, 4))
-    store_of(url).delete_oldest(1, 4)
+    store_of(url).delete_oldest(1, 5)
     assert sorted(path.name for path in (tmp_path / "store").glob("checkpoint-*")) == ["checkpoint-4"]
 
 
@@ -392,7 +514,7 @@ def test_the_last_failure_is_an_error(run, tmp_path):
 
 
 def test_an_unexpected_error_in_the_thread_is_reported(run, tmp_path, monkeypatch):
-    def fail(self, checkpoint):
+    def fail(self, checkpoint, shares):
         raise RuntimeError("out of threads")
 
     monkeypatch.setattr(RunStore, "put_checkpoint", fail)
@@ -408,7 +530,7 @@ def test_what_is_copied_is_not_deleted(run, tmp_path):
     copies = Copies(store_of(url), run)
     checkpoint = add_checkpoint(run, 2)
     with copies._changed:  # the thread cannot finish meanwhile
-        copies._waiting = checkpoint
+        copies._waiting = Job(checkpoint, ALONE)
         assert copies.in_use == {checkpoint}
         copies._changed.notify_all()
     copies.finish()

@@ -193,6 +193,23 @@ def test_heads_alone_learn_and_the_report_proves_it(options, mesh):
     assert tensors["frozen_tensors"] > 0
 
 
+def test_a_run_without_steps_measures_and_saves_the_initialized_heads(options, mesh):
+    """`--train_iters 0` exports heads that are only fitted: there is nothing to compare, so they are measured once."""
+    args = options(mtp_mode="heads_only", train_iters=0, acceptance_samples=2, acceptance_max_new_tokens=4)
+    run = train(args, mesh)
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-0"]
+    assert set(json.loads((run / "acceptance.json").read_text())) == {"depths", "after"}
+    assert [line["step"] for line in metrics(run)] == [0]
+    tensors = json.loads((run / "run_report.json").read_text())["tensors"]
+    assert tensors["trained_but_unchanged"]
+    saved = (run / "checkpoint-0").stat().st_mtime_ns
+    assert train(replace(args, resume=True), mesh) == run
+    assert [line["step"] for line in metrics(run)] == [0]
+    assert (run / "checkpoint-0").stat().st_mtime_ns == saved
+    train(replace(args, resume=True, train_iters=2), mesh)
+    assert set(json.loads((run / "acceptance.json").read_text())) == {"depths", "before", "after"}
+
+
 def test_heads_that_config_does_not_promise_are_not_dropped_in_silence(options, mesh, hf_dir):
     config = json.loads((hf_dir / "config.json").read_text())
     (hf_dir / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))

@@ -59,7 +59,9 @@ def test_what_sleeps_is_what_takes_time(options, mesh, monkeypatch):
     norm.register_hook(lambda gradient: time.sleep(2 * SLEEP))
     assert trainer.checkpointer is not None
     save = trainer.checkpointer.save
-    monkeypatch.setattr(trainer.checkpointer, "save", lambda *given: (time.sleep(SLEEP), save(*given)))
+    monkeypatch.setattr(
+        trainer.checkpointer, "save", lambda *given, **named: (time.sleep(SLEEP), save(*given, **named))
+    )
     replace(trainer, train_batches=slow_batches).fit(0)
     num_micro_batches = 2
     for times in times_of(run.output_dir):

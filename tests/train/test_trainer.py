@@ -10,8 +10,10 @@ import torch
 
 from swiftlite.base.errors import UserError
 from swiftlite.model import forward
+from swiftlite.store.retention import is_ephemeral
 from swiftlite.train import phases
 from swiftlite.train import run as training
+from swiftlite.train.stopping import Stopped
 from swiftlite.train.trainer import Trainer, seed_of_step
 from tests.messages import mentions, naming
 from tests.train.prepared import prepare
@@ -60,6 +62,64 @@ def test_when_a_run_logs_saves_and_evaluates(make_trainer):
     evaluated = [step for step, names in lines if "eval_loss" in names]
     assert (trained, evaluated) == ([2, 4, 6, 7], [4])  # the last step always; its evaluation is the caller's
     assert last == (0, {"closed"})
+
+
+def test_an_ephemeral_checkpoint_is_deleted_when_there_is_a_newer_one(make_trainer):
+    found = []
+
+    def after_step(step: int) -> None:
+        found.append(sorted(int(name.removeprefix("checkpoint-")) for name in checkpoints(trainer)))
+
+    limits: dict[str, int] = {"save_steps": 4, "ephemeral_save_steps": 1, "save_total_limit": 2}
+    trainer = make_trainer(after_step, train_iters=10, **limits)
+    assert trainer.fit(0) == 0
+    # After step N, before its checkpoint: the kept ones, and the ephemeral one of step N - 1.
+    assert found == [[], [1], [2], [3], [4], [4, 5], [4, 6], [4, 7], [4, 8], [4, 8, 9]]
+    assert checkpoints(trainer) == {"checkpoint-8", "checkpoint-10"}
+
+
+def test_a_run_resumes_from_an_ephemeral_checkpoint(options, mesh, tmp_path):
+    """It also continues to count tokens and samples."""
+    usual = {"train_iters": 6, "save_steps": 4, "ephemeral_save_steps": 3}
+    unbroken = train(options(output_dir=str(tmp_path / "unbroken"), **usual), mesh)
+    args = options(output_dir=str(tmp_path / "stopped"), **usual)
+    run = prepare(args, mesh)
+    trainer = training.make_trainer(run, phases.restore(run))
+
+    def fail(step: int) -> None:
+        if step == 4:
+            raise ZeroDivisionError
+
+    trainer.after_step = fail
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(0)
+    assert checkpoints(trainer) == {"checkpoint-3"}
+    stopped = train(replace(args, resume=True), mesh)
+    assert metrics(stopped) == metrics(unbroken)
+    assert {path.name for path in stopped.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+    *_, last = [line for line in metrics(stopped) if "grad_norm" in line]
+    assert last["total_samples"] == 6 * args.global_batch_size
+    rows = [len(sample) for sample in run.data.train]
+    assert last["total_tokens"] > 6 * args.global_batch_size * min(rows)
+    report = json.loads((stopped / "run_report.json").read_text())
+    assert (report["total_tokens"], report["total_samples"]) == (last["total_tokens"], last["total_samples"])
+
+
+def test_a_stop_before_a_step_does_not_save_twice(make_trainer):
+    """A signal in `train_batches`, which is after the checkpoint of the step before."""
+    trainer = make_trainer(train_iters=6, save_steps=4, ephemeral_save_steps=3)
+    read = trainer.train_batches
+
+    def stop(step: int):
+        if step == 3:
+            raise Stopped
+        return read(step)
+
+    trainer.train_batches = stop
+    assert trainer.checkpointer is not None
+    trainer.fit(0)
+    assert checkpoints(trainer) == {"checkpoint-3"}
+    assert is_ephemeral(trainer.checkpointer.output_dir / "checkpoint-3")
 
 
 def test_what_is_said_of_a_step_is_said_before_it_is_saved(make_trainer):

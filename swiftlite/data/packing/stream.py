@@ -75,9 +75,8 @@ class Position(NamedTuple):
 
         Digests are chained, so that each row has one and a resumed stream does not depend on the state of a hash.
         """
-        sha = hashlib.blake2b(self.digest, digest_size=16)
-        sha.update(content)
-        return Position(self.file, self.num_rows + 1, sha.digest())
+        digest = hashlib.blake2b(self.digest + content, digest_size=16).digest()
+        return Position(self.file, self.num_rows + 1, digest)
 
 
 class StreamRow(NamedTuple):

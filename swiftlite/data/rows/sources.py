@@ -23,6 +23,7 @@ from swiftlite.args.data_file import data_suffix, is_number_of_rows, split_sampl
 from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import decode_json, parse_json, skip_space
 from swiftlite.data.packing.padding import padding_error
+from swiftlite.data.rows.arrow_bytes import bytes_of_rows
 from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
 from swiftlite.data.rows.hub_rows import HubRows
 from swiftlite.hub.name import dataset_name
@@ -374,16 +375,19 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _rows_of_parquet(path: Path) -> Iterator[UnparsedRow]:
     for number, batch in _batches_of_parquet(path):
-        # For digests of every row, converting all rows of a batch at once is faster than one by one.
-        all_rows = cache(partial(_rows_of_batch, batch, path, number))
+        all_bytes = cache(partial(_bytes_of_rows, batch, path, number))  # once per batch, and only for digests
         for index in range(batch.num_rows):
             parse = partial(_row_of_batch, batch, index, path, number)
-            yield UnparsedRow(number + index, parse, partial(_text_of, all_rows, index))
+            yield UnparsedRow(number + index, parse, partial(_bytes_of, all_bytes, index))
 
 
-def _text_of(all_rows: Callable[[], list[Any]], index: int) -> bytes:
-    # Not bytes of the file, because the place of a row in it depends on other rows.
-    return repr(all_rows()[index]).encode()
+def _bytes_of_rows(batch: Any, path: Path, number: int) -> Callable[[int], bytes]:
+    with _naming_parquet(path, number - 1):
+        return bytes_of_rows(batch)
+
+
+def _bytes_of(all_bytes: Callable[[], Callable[[int], bytes]], index: int) -> bytes:
+    return all_bytes()(index)
 
 
 def _rows_of_batch(batch: Any, path: Path, number: int) -> list[Any]:

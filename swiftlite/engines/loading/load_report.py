@@ -1,16 +1,19 @@
 """Define the report of a dry load, and build it. A dry load runs an engine's own loaders without reading tensors."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from swiftlite.bridge.tensors import Checkpoint, some
+from swiftlite.bridge.entry import Entry
+from swiftlite.bridge.hf_config import HEADS_FILE
+from swiftlite.bridge.tensors import Checkpoint, scan, some
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.head_weights import OF_ORDER
 from swiftlite.engines.loading.load_tracker import DryLoad
@@ -83,18 +86,27 @@ class Loading:
     """The state of a dry load: models and problems so far.
 
     Attributes:
+        draft_folder: directory that has the tensors of the draft model, if the engine reads it instead of those of the
+            heads.
         target, draft: the models that were built and filled.
         problems: problems that make serving incorrect, one line each, as in `LoadReport`.
     """
 
     info: EngineInfo
     model: HfModel
+    draft_folder: Path | None = None
     target: nn.Module | None = None
     draft: nn.Module | None = None
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.recorder = DryLoad(Checkpoint(self.model.directory).stored)
+        stored = Checkpoint(self.model.directory).stored
+        self._of_draft: Mapping[str, Entry] = {}
+        if self.draft_folder is not None:
+            self._of_draft, problems = scan(self.draft_folder)
+            self.problems += [f"{self.draft_folder.name}/: {problem}" for problem in problems]
+            stored = {key: entry for key, entry in stored.items() if entry.file != HEADS_FILE}
+        self.recorder = DryLoad({**stored, **self._of_draft})
 
     @contextmanager
     def until_it_objects(self) -> Iterator[None]:
@@ -122,12 +134,18 @@ class Loading:
                 filled = build()
             class_name = type(filled).__name__
             with stage(f"{label}'s {class_name} cannot load the checkpoint"), self.recorder:
-                filled.load_weights(self.recorder.weights())
+                filled.load_weights(self._weights(is_draft=self.target is not None))
         self.problems += some(
             f"{class_name}: {count} uninitialized elements in {parameter}"
             for parameter, count in self.recorder.unfilled(filled, not_loaded).items()
         )
         return filled
+
+    def _weights(self, *, is_draft: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HF key, tensor) for the target or for the draft model, which is loaded after it."""
+        for key, tensor in self.recorder.weights():
+            if not self._of_draft or (key in self._of_draft) == is_draft:
+                yield key, tensor
 
     def note_that_target_drafts_for_itself(self) -> None:
         """Record the problem that the engine uses the target as its draft model."""

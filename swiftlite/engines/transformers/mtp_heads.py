@@ -24,7 +24,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from swiftlite.base.drafting import Drafting
 from swiftlite.bridge.encoding.expert_stack import stack
 from swiftlite.bridge.encoding.index import format_of
-from swiftlite.bridge.rows import Row, renamed, shapes_of
+from swiftlite.bridge.rejoin import joined
+from swiftlite.bridge.rows import renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.verification import draw
@@ -143,7 +144,8 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         for index in range(model.heads.layers):
             frame = model.family.mtp.frame_rows(model.config, index)
-            state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
+            # In the order of megatron-core: [hidden, embedding] of MiMo becomes [embedding, hidden].
+            state = {row.mcore.removeprefix(f"mtp.layers.{index}."): joined(row, checkpoint.read) for row in frame}
             if outside.heads_share_final_norm:
                 state["final_layernorm.weight"] = decoder.norm.weight
             block = model.family.mtp.block(model.config, index)
@@ -156,19 +158,6 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()
-
-
-def _read(row: Row, checkpoint: Checkpoint) -> torch.Tensor:
-    """Read the tensors of a bridge row, converted to the order of megatron-core: [hidden, embedding] of MiMo becomes
-    [embedding, hidden].
-    """
-    axis = row.join.axis
-    sources = [checkpoint.read(key) for key in row.hf]
-    lengths = [source.shape[axis] for source in sources]
-    parts = []
-    for number, start, length in row.join.source_ranges(lengths, sum(lengths), tp_size=1):
-        parts.append(sources[number].narrow(axis, start, length))
-    return torch.cat(parts, dim=axis)
 
 
 class MtpCandidateGenerator(CandidateGenerator):

@@ -23,7 +23,14 @@ from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.loading.load_report import LoadError, Loading, LoadReport, one_rank, stage
 from swiftlite.engines.vllm.info import VLLM
-from swiftlite.engines.vllm.options import asked_tokens, check_quantization, num_drafting_heads, num_tokens_to_draft
+from swiftlite.engines.vllm.options import (
+    asked_tokens,
+    check_quantization,
+    mtp_options,
+    num_drafting_heads,
+    num_tokens_to_draft,
+)
+from swiftlite.engines.vllm.stock_draft import draft_folder
 from swiftlite.families.resolved import HfModel
 
 # vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).
@@ -41,7 +48,10 @@ def dry_load(config: EngineConfig) -> LoadReport:
         UserError: the model's family is unknown.
     """
     model = config.model
-    loading = Loading(VLLM, model)
+    folder = draft_folder(model)
+    if folder is not None:
+        os.environ["VLLM_PLUGINS"] = ""  # vLLM must load the folder without them
+    loading = Loading(VLLM, model, folder)
     with loading.until_it_objects():
         speculative = _speculative_config(config, loading.problems)
         _check_quantization(model)
@@ -84,7 +94,7 @@ def _speculative_config(config: EngineConfig, problems: list[str]) -> dict[str, 
     except UserError as error:
         problems.append(error.problem)
         num_tokens = 1  # continue, to report other problems as well
-    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens}
+    return {**mtp_options(model), **(given or {}), "num_speculative_tokens": num_tokens}
 
 
 def _check_quantization(model: HfModel) -> None:

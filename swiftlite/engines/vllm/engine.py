@@ -17,15 +17,17 @@ from swiftlite.base.errors import UserError
 from swiftlite.engines.devices import on_devices, outside_torchrun
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
-from swiftlite.engines.plugin import require_plugin
+from swiftlite.engines.plugin import plugin_problem
 from swiftlite.engines.vllm.image_inputs import check_same_length, image_options, vllm_prompt
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.live.weight_channel import LlmClient, VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
 from swiftlite.engines.vllm.options import (
     attention_options,
+    check_heads_can_be_updated,
     is_on_cpu,
     loading_options,
+    require_plugin_for,
     speculative_config,
     variables_on_cpu,
     with_backend_of_trunk,
@@ -41,7 +43,7 @@ class VllmEngine:
     """
 
     def __init__(self, config: EngineConfig):
-        require_plugin(VLLM)
+        require_plugin_for(config)
         # vLLM's start logs about 100 lines at INFO and 30 at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
@@ -66,6 +68,7 @@ class VllmEngine:
             raise UserError("vLLM could not start", "see its log above for the cause") from error
         vllm_config = self._llm.llm_engine.vllm_config
         self.num_speculative_tokens: int = vllm_config.num_speculative_tokens
+        self._model = config.model
         self._joins_ngrams = config.ngrams is not None
         self._max_length: int = vllm_config.model_config.max_model_len
         method = vllm_config.speculative_config and vllm_config.speculative_config.method
@@ -138,7 +141,13 @@ class VllmEngine:
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
         """Send all HF tensors of trunk and heads to the running engine; None keeps the current weights
-        (`WeightUpdate.run`)."""
+        (`WeightUpdate.run`).
+
+        Raises:
+            UserError: vLLM drafts from a folder (`stock_draft.py`), and its class would not read the heads.
+        """
+        if draft is not None:
+            check_heads_can_be_updated(self._model)
         self._weights.check_layout()
         self._transport.connect()
         self._weights.run(target, draft)
@@ -231,7 +240,8 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         **with_ngrams(config, drafting),
         # The number of accepted drafts of each request. vLLM rejects the option if it does not draft.
         "per_request_spec_decode_metrics": "summary" if drafting else None,
-        "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},
     }
+    if plugin_problem(VLLM) is None:
+        options["weight_transfer_config"] = {"backend": BACKENDS[config.weight_transport]}
     options |= config.engine_kwargs | image_options(config)
     return {name: value for name, value in options.items() if value is not None}

@@ -4,6 +4,7 @@ vLLM must be installed; it is imported when a function is called.
 """
 
 import os
+import platform
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
+from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
+from swiftlite.engines.vllm.stock_draft import draft_folder
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
 
@@ -65,7 +69,38 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
         given = {"draft_sample_method": "probabilistic"}
     if config.draft_schedule is not None:
         given = {**(given or {}), **schedule_options(config.draft_schedule)}
-    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+    return {**mtp_options(model), **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+
+
+def mtp_options(model: HfModel) -> dict[str, Any]:
+    """Return vLLM's options for drafting with the heads of a model: from their own folder, if they have one."""
+    folder = draft_folder(model)
+    if folder is None:
+        return {"method": "mtp"}
+    return {"method": "mtp", "model": str(folder.absolute())}
+
+
+def require_plugin_for(config: EngineConfig) -> None:
+    """Check that vLLM finds swiftlite's plugin, if it needs the plugin for the model or the options.
+
+    Raises:
+        UserError: the plugin is missing.
+    """
+    if draft_folder(config.model) is None or config.ngrams is not None:
+        require_plugin(VLLM)
+
+
+def check_heads_can_be_updated(model: HfModel) -> None:
+    """Check that new weights of the heads reach the draft model.
+
+    Raises:
+        UserError: vLLM drafts from a folder with a class that ignores tensors with the names of the family.
+    """
+    if draft_folder(model) is not None:
+        raise UserError(
+            f"vLLM cannot receive new weights of the heads in {DRAFT_FOLDER}/",
+            "use --speculative none, or train the heads with --draft_for vllm",
+        )
 
 
 def with_ngrams(config: EngineConfig, speculative: dict[str, Any] | None) -> dict[str, Any]:
@@ -235,6 +270,31 @@ def check_quantization(model: HfModel) -> None:
         )
 
 
+def check_instructions(model: HfModel) -> None:
+    """Check that this processor has the instructions of vLLM's kernels for the format of a quantized model.
+
+    Without AVX-512, vLLM 0.32 loads a library without the kernel for packed integers (its platforms/cpu.py). Without
+    VNNI, oneDNN adds two products of bytes in 16 bits, and too large sums are cut off
+    (https://oneapi-src.github.io/oneDNN/dev_guide_int8_computations.html).
+
+    Raises:
+        UserError: vLLM's kernel for packed integers requires AVX-512, which the processor lacks.
+    """
+    quantization = model.config.get("quantization_config")
+    if not quantization or not is_on_cpu() or platform.machine() != "x86_64":
+        return
+    import torch
+
+    is_packed = quantization.get("format") == "pack-quantized" or quantization["quant_method"] in ("gptq", "awq")
+    if is_packed and not torch.cpu._is_avx512_supported():
+        raise UserError(
+            f"--model {model.directory}: vLLM's kernel for packed integers requires a processor with AVX-512",
+            "use --infer_backend transformers or llamacpp, or a machine with a GPU",
+        )
+    if quantization.get("format") == "int-quantized" and not torch.cpu._is_vnni_supported():
+        logger.warning("vLLM computes 8-bit activations inaccurately on this processor, which lacks VNNI instructions")
+
+
 def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with which vLLM reports parameters of a quantized model that stay uninitialized.
 
@@ -247,6 +307,7 @@ def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
         UserError: vLLM does not support the format of the model.
     """
     check_quantization(model)
+    check_instructions(model)
     if not model.config.get("quantization_config") or "load_format" in given:
         return {}
     return {"model_loader_extra_config": {"enable_weights_track": True}}

@@ -36,7 +36,6 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     Raises:
         UserError: vLLM would not draft with the checkpoint's heads.
     """
-    require_plugin(VLLM)
     num_tokens = args.num_speculative_tokens
     if schedule is not None:
         num_tokens = schedule.largest
@@ -49,6 +48,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         draws_drafts=True,  # each request has a separate temperature
         ngrams=ngrams_of(args.speculative),
     )
+    options.require_plugin_for(config)
     attention = options.attention_options(model, args.torch_dtype)
     speculative = options.with_backend_of_trunk(options.speculative_config(config), attention)
     if schedule is not None and speculative is not None:
@@ -72,6 +72,9 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         given |= lora_options(args.adapters, model, drafts)
     variables = options.server_variables_on_cpu()
     if args.live_weights:
+        require_plugin(VLLM)
+        if drafts:
+            options.check_heads_can_be_updated(model)
         given |= {"weight_transfer_config": {"backend": BACKENDS[args.weight_transport]}, "middleware": GUARD}
         given["logprobs_mode"] = "processed_logprobs"  # of the distribution that tokens are drawn from, for a trainer
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables routes for weights

@@ -1,9 +1,9 @@
-"""List the engines that heads can be trained for, under their --draft_for names."""
+"""List the engines, and what heads can be trained for, under its --draft_for name."""
 
 from collections.abc import Callable
 
 from swiftlite.families import FAMILIES, Family
-from swiftlite.families.serving import llamacpp, sglang, vllm
+from swiftlite.families.serving import llamacpp, sglang, stock, vllm
 from swiftlite.families.serving.convention import Convention, Matching, as_trained
 
 CONVENTIONS: dict[str, Callable[[Family], Convention | None]] = {
@@ -12,6 +12,8 @@ CONVENTIONS: dict[str, Callable[[Family], Convention | None]] = {
     "sglang": sglang.convention,
     "llamacpp": llamacpp.convention,
 }
+DRAFT_FOR = {**CONVENTIONS, stock.STOCK: stock.convention}
+"""What heads can be trained for: an engine, or vLLM without swiftlite's plugin."""
 MATCHINGS: dict[str, Matching] = {"vllm": vllm.MATCHING, "sglang": sglang.MATCHING}
 """Engines that build drafts from quantization_config. The engine transformers reads the tensors of heads as numbers."""
 

@@ -11,15 +11,17 @@ import numpy as np
 BENCH_SHARE = 0.3
 """Share of the budget that is reserved for `bench`."""
 FIRST_ROUND_SHARE = 0.4
-"""Share of the budget for the answers and the training of the first round, without the starts of programs."""
+"""Share of the budget that is left after the preparation, for the answers and the training of the first round, without
+the starts of programs."""
 SMALLEST_ROUND = 64
 """Minimum number of prompts of the first round. Some answers are unusable, and 48 are required."""
 PRODUCTS = 20
 """Number of matrix products whose time is measured; a fraction of a second on a laptop."""
-PASSES = 4.8
+PASSES = 6.6
 """A prompt takes as long as this number of passes of the model over a longest answer at the speed of large matrix
-products. With SmolLM2-135M-Instruct on two idle cores, writing and answering 192 prompts took 133 s without the start
-of the engine, and the training command about 0.3 s per prompt: 1.0 s per prompt, when a pass took 0.2 s."""
+products. With SmolLM2-135M-Instruct on two idle cores without AVX-512, a pass took 0.20 to 0.24 s, and writing and
+answering 170 prompts and fitting heads to them 1.4 s per prompt, without the starts of programs: 6 to 7 passes. On two
+idle cores with AVX-512 it was 4.8 passes."""
 STARTS = 60.0
 """Seconds for the starts of servers."""
 START_OF_OTHER = 30.0
@@ -77,15 +79,19 @@ def other_seconds(budget: float) -> float:
     return min(0.03 * budget, 30.0)
 
 
-def first_round(budget: float, largest: int | None = None, seconds_per_prompt: float = 0.0) -> int:
+def first_round(
+    budget: float, largest: int | None = None, seconds_per_prompt: float = 0.0, *, spent: float = 0.0
+) -> int:
     """Return the number of prompts of the first round. Its duration also shows how fast the machine is.
 
     Args:
+        budget: seconds of the whole command.
         largest: maximum number of prompts; None if it is not limited.
         seconds_per_prompt: estimated time for answers and training.
+        spent: seconds so far.
     """
     prompts = 256 if budget >= 1800 else 192
-    affordable = math.floor(FIRST_ROUND_SHARE * budget / max(seconds_per_prompt, 1e-6))
+    affordable = math.floor(FIRST_ROUND_SHARE * (budget - spent) / max(seconds_per_prompt, 1e-6))
     prompts = min(prompts, max(affordable, SMALLEST_ROUND))
     if largest is None:
         return prompts

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.improve.speedup import budget
 from swiftlite.improve.speedup.dataset import RoundRows
 from swiftlite.improve.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
-from swiftlite.improve.speedup.plan import ANSWERS, HELD_OUT, Commands
+from swiftlite.improve.speedup.plan import ANSWERS, HELD_OUT, Commands, only_fits
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result
 from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
 from swiftlite.improve.speedup.state import MODEL, Progress
@@ -47,6 +48,7 @@ def run(args: SpeedupArgs) -> None:
     Raises:
         UserError: an option or the model is invalid, or a step failed; completed steps are kept.
     """
+    start = time.monotonic()
     model = resolve_served(args.model)
     _check_template(args, model)
     directory = Path(args.output_dir)
@@ -57,8 +59,9 @@ def run(args: SpeedupArgs) -> None:
         progress = Progress.read(directory, settings)
         if not progress.rounds:
             _check_rows(rows.largest_round())
+        progress.preparation += round(time.monotonic() - start, 1)
         progress.write(directory)
-        if progress.spent:
+        if progress.seconds:
             used = f"{progress.spent / 60:.0f} minutes of --budget {args.budget} are used"
             logger.info("resuming: %d steps are complete, %s", len(progress.seconds), used)
         try:
@@ -181,7 +184,8 @@ class _Speedup:
             return rounds[number - 1]
         largest = self._rows.largest_round()
         if number == 1:
-            prompts = budget.first_round(self._budget, largest, self._seconds_per_prompt())
+            seconds, spent = self._seconds_per_prompt(), self._progress.spent
+            prompts = budget.first_round(self._budget, largest, seconds, spent=spent)
         else:
             times = [self._times_of(each) for each in range(1, number)]
             prompts = budget.next_round(self._budget, self._progress.spent, times, largest)
@@ -200,13 +204,17 @@ class _Speedup:
         return budget.seconds_per_prompt(num_parameters, self._args.max_new_tokens)
 
     def _times_of(self, number: int) -> budget.RoundTimes:
-        seconds = self._progress.seconds
-        return budget.RoundTimes(
-            self._progress.rounds[number - 1],
-            seconds[f"round-{number}/answers"],
-            seconds[f"round-{number}/training"],
-            seconds[f"round-{number}/export"],
-        )
+        seconds, rounds = self._progress.seconds, self._progress.rounds
+        answers, training = seconds[f"round-{number}/answers"], seconds[f"round-{number}/training"]
+        if number == 1 and only_fits(rounds[:1], self._own_heads):
+            # The next round is trained: three epochs on 74 prompts took 80 s, about as long as the answers.
+            training = max(training, answers)
+        return budget.RoundTimes(rounds[number - 1], answers, training, seconds[f"round-{number}/export"])
+
+    @property
+    def _own_heads(self) -> str:
+        """Name of the heads of --model; empty if it has none."""
+        return MODEL if self._model.heads.layers else ""
 
     def _run_round(self, number: int, prompts: int) -> None:
         commands, progress, directory = self._commands, self._progress, self._directory
@@ -214,7 +222,7 @@ class _Speedup:
         first = sum(progress.rounds[: number - 1])
         self._run(commands.answers(number, prompts, len(rows), first))
         self._divide(number)
-        base = progress.best or (MODEL if self._model.heads.layers else "")
+        base = progress.best or self._own_heads
         self._run(commands.training(progress.rounds[:number], base))
         shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
         for name in {base, f"round-{number}"} - {""}:

@@ -21,13 +21,13 @@ MIN_ROWS = 3 * MIN_HELD_OUT
 def divide(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the rows for training and the held-out rows, which are spread evenly over all rows.
 
-    A sixth of the rows is held out, but at least MIN_HELD_OUT and at most NUM_HELD_OUT rows: with few answers, heads
+    A tenth of the rows is held out, but at least MIN_HELD_OUT and at most NUM_HELD_OUT rows: with few answers, heads
     improve more by another training row than the measurement by another held-out row.
 
     Raises:
         UserError: there are too few rows.
     """
-    number = min(max(MIN_HELD_OUT, len(rows) // 6), NUM_HELD_OUT)
+    number = min(max(MIN_HELD_OUT, len(rows) // 10), NUM_HELD_OUT)
     if len(rows) < MIN_ROWS:
         problem = f"only {len(rows)} answers are usable, at least {MIN_ROWS} are required"
         hint = "with another --output_dir, give more prompts with --dataset, or use an instruct model"

@@ -25,8 +25,6 @@ FEW_PROMPTS = 192
 """Number of prompts up to which new heads are only fitted, because the time is better spent on more answers. With the
 answers to 88 prompts, an epoch of a minute left the share of accepted first drafts at 17.5 %. In another measurement,
 with the answers to 185 prompts and the fit alone, it was 24.4 % on scripts/results/prompts.jsonl."""
-LR_AFTER_FIT = "1e-5"
-"""Learning rate of the one step that a run has to have."""
 MAX_PROMPT_TOKENS = 64
 """Maximum length of a prompt that the model writes; a longer one ends after a complete sentence. Most have fewer than
 40 tokens. With 256, a sixth of the prompts took 40 % of the generated tokens, the last ones in small batches."""
@@ -44,6 +42,11 @@ ROWS = "rows.jsonl"
 """File of a round with its rows of --dataset."""
 ANSWERS = "answers"
 """Directory of a round with the output of `regenerate`."""
+
+
+def only_fits(rounds: Sequence[int], base: str) -> bool:
+    """Return whether heads are only fitted. For the arguments, see `Commands.training`."""
+    return sum(rounds) <= FEW_PROMPTS and not base
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ class Commands:
         words = ["megatron", "sft", *self._model(self.path_of(base)), "--dataset", *rows]
         words += ["--val_dataset", str(self.directory / HELD_OUT), "--mtp_mode", "heads_only"]
         words += "--mtp_loss nla --packing true --max_length 1024 --global_batch_size 1".split()
-        if sum(rounds) <= FEW_PROMPTS and not base:
-            words += f"--train_iters 1 --lr {LR_AFTER_FIT}".split()
+        if only_fits(rounds, base):
+            words += ["--train_iters", "0"]
         else:
             words += ["--num_train_epochs", "3", "--cache_trunk_states", str(directory / "states")]
         # The same number of tokens in each round, because `Progress.best` compares rounds.

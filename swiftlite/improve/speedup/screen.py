@@ -12,6 +12,8 @@ from swiftlite.report.table import text_table
 
 MUCH_DRIFT = 0.1
 """Relative change of the speed without drafts during `bench` above which ratios are inaccurate."""
+FEW_PROMPTS = 4
+"""Number of prompts in `bench` below which ratios are inaccurate."""
 NUM_ANSWERS = 3
 ANSWER_LENGTH = 300
 """Number of characters after which a printed answer ends."""
@@ -37,6 +39,11 @@ def final_lines(
                 f"{1 + choice['drift']:.2f}x as fast at the end of the measurement as at the start: other programs "
                 f"used the machine, and ratios are inaccurate; delete {best}/bench and repeat the command"
             )
+    if bench["prompts"] < FEW_PROMPTS:
+        lines.append(
+            f"  there was time for only {bench['prompts']} prompts, and ratios are inaccurate; on an idle machine, "
+            f"delete {best}/bench and repeat the command"
+        )
     lines += ["", text_table(_speeds(bench)), "", text_table(_acceptance(progress, best, acceptance)), ""]
     if best == MODEL:
         lines.append("The heads of --model are better than the trained ones and stay.")

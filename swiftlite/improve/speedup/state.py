@@ -30,6 +30,7 @@ class Progress:
         unfinished: seconds so far of each step that is running or was interrupted.
         acceptance: accepted drafts per position on the held-out prompts, by name of the heads: "model" for the heads of
             --model, "round-1" for those of the first round.
+        preparation: seconds before the first step of each attempt, such as those of the conversion of a GGUF file.
     """
 
     settings: dict[str, Any]
@@ -37,6 +38,7 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)
     unfinished: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, list[float]] = field(default_factory=dict)
+    preparation: float = 0.0
 
     @classmethod
     def read(cls, directory: Path, settings: dict[str, Any]) -> Self:
@@ -81,8 +83,8 @@ class Progress:
 
     @property
     def spent(self) -> float:
-        """Seconds of all steps, including interrupted attempts."""
-        return sum(self.seconds.values()) + sum(self.unfinished.values())
+        """Seconds of all steps, including interrupted attempts, and of the preparation."""
+        return self.preparation + sum(self.seconds.values()) + sum(self.unfinished.values())
 
     @property
     def best(self) -> str:

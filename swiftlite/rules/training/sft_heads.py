@@ -7,7 +7,8 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.families import FAMILIES
-from swiftlite.families.serving.index import CONVENTIONS
+from swiftlite.families.serving import stock
+from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import (
@@ -122,11 +123,28 @@ def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]
 
 def draft_for_is_measured(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
-    if args.draft_for and family and CONVENTIONS[args.draft_for](family) is None:
+    if args.draft_for in (None, stock.STOCK):
+        return
+    if family and DRAFT_FOR[args.draft_for](family) is None:
         yield (
             f"--draft_for {args.draft_for} is not supported for {family.name}: not measured with this engine",
             "remove it to train heads for vllm",
         )
+
+
+def vllm_drafts_without_plugin(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    family, heads = FAMILIES.get(str(facts.hf_config.get("model_type"))), heads_of(args, facts.heads)
+    if args.draft_for != stock.STOCK or family is None or facts.architecture is None:
+        return
+    flag, hint = f"--draft_for {stock.STOCK}", "use --draft_for vllm"
+    if why := stock.why_not(family, facts.hf_config):
+        yield f"{flag} is not supported for {family.name}: {why}", hint
+    elif heads.layers > 1:
+        yield f"{flag} supports one MTP layer, not {heads.layers}", "add --mtp_num_layers 1, and --mtp_unroll N"
+    elif args.draft_vocab or heads.draft_vocab:
+        yield f"{flag} does not support a draft vocabulary: vLLM drafts all tokens", "add --draft_vocab 0"
+    elif facts.hf_config.get("quantization_config"):
+        yield f"{flag} does not support quantized models, whose drafts vLLM builds quantized", hint
 
 
 def trunk_states_repeat(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -221,7 +239,7 @@ def graft_is_given_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         if grafted.drafting and args.draft_for is None:
             yield (
                 f"--mtp_graft_from {args.mtp_graft_from} has heads trained for one engine",
-                f"add the engine that will run them: --draft_for {choices(list(CONVENTIONS))}",
+                f"add the engine that will run them: --draft_for {choices(list(DRAFT_FOR))}",
             )
         if wanted and present and wanted != present:
             yield (

@@ -20,7 +20,7 @@ def profile_can_be_recorded(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         )
     elif args.train_iters is not None and args.profile_steps[1] > args.train_iters:
         problem = f"--profile_steps {steps} is past the last step, --train_iters {args.train_iters}"
-        yield problem, f"use steps up to {args.train_iters}"
+        yield problem, f"use steps up to {args.train_iters}" if args.train_iters else "remove it: no step is trained"
     ranks = args.profile_ranks
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(facts.world_size)):
         given = " ".join(map(str, ranks)) or "none"

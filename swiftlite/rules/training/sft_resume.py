@@ -1,4 +1,4 @@
-"""Rules of `megatron sft` for --output_dir and --resume.
+"""Rules of `megatron sft` for --output_dir, --resume and checkpoints.
 
 A directory belongs to one run, whose options must not change.
 """
@@ -37,6 +37,13 @@ def output_dir_fits_resume(args: SftArgs, facts: Facts) -> Iterator[Problem]:
             f"--output_dir {directory} already contains a run without a checkpoint",
             "add --resume to start it again, delete it, or use another directory",
         )
+
+
+def ephemeral_saves_are_frequent(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    number = args.ephemeral_save_steps
+    if number is not None and number >= args.save_steps:
+        problem = f"--ephemeral_save_steps {number} must be less than --save_steps {args.save_steps}"
+        yield problem, "use a smaller number or a larger --save_steps, or omit it"
 
 
 def output_dir_is_not_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:

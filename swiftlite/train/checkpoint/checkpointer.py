@@ -19,6 +19,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,7 +36,7 @@ from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.store.copies import Copies
 from swiftlite.store.manifest import write_manifest
-from swiftlite.store.retention import delete_checkpoint, delete_oldest
+from swiftlite.store.retention import EPHEMERAL_FILE, EPHEMERAL_TEXT, delete_checkpoint, delete_oldest
 from swiftlite.train.checkpoint.adapter_state import with_adapters
 from swiftlite.train.checkpoint.files import SaveStrategy
 from swiftlite.train.checkpoint.metadata import check_metadata
@@ -75,12 +80,11 @@ class Checkpointer:
         chunks: the bare model, without wrappers, one per virtual pipeline stage.
         optimizer: the optimizer whose state is written; None writes weights only.
         state: what is stored with the tensors; `save` adds the step.
-        keep: number of newest checkpoints to keep; None keeps all.
+        keep: number of newest checkpoints to keep, besides an ephemeral one; None keeps all.
         is_async: whether a subprocess writes while training continues; the checkpoint gets its name when it is
             complete.
         hint: advice in the error message if a checkpoint cannot be written.
-        copies: copies complete checkpoints to a store; None on all ranks but the first, and without
-            `--checkpoint_store`.
+        copies: copies complete checkpoints to a store; None without `--checkpoint_store`.
     """
 
     output_dir: Path
@@ -95,12 +99,17 @@ class Checkpointer:
     _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue)
     _strategy: SaveStrategy = field(default_factory=SaveStrategy)
 
-    def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
+    def __post_init__(self):
+        # Ranks with equal tensors write about equally many bytes. Which rank writes which tensor is decided once.
+        self._divided = FullyParallelSaveStrategyWrapper(self._strategy, self.mesh.dp_cp, do_cache_distribution=True)
+
+    def save(self, step: int, data_state: Mapping[str, Any] | None = None, *, is_ephemeral: bool = False) -> None:
         """Write `checkpoint-STEP`, then delete the oldest checkpoints. With `is_async`, return before the files are
         written.
 
         Args:
             data_state: fields of `CheckpointState` that describe the position in the data, on the first rank.
+            is_ephemeral: whether the checkpoint is deleted when a newer one is complete.
 
         Raises:
             UserError: the checkpoint (with `is_async`, the previous checkpoint) cannot be written; its files are
@@ -116,15 +125,15 @@ class Checkpointer:
             request = dist_checkpointing.save(
                 self._tensors(),
                 str(temporary),
-                self._strategy,  # pyright: ignore[reportArgumentType]
+                self._divided,  # pyright: ignore[reportArgumentType]
                 async_sharded_save=self.is_async,
                 **ASYNC_WRITER,
             )
             state = replace(self.state, step=step, **(data_state or {}))
             if request is None:
-                self._publish(state)
+                self._publish(state, is_ephemeral)
             else:
-                request.add_finalize_fn(partial(self._publish, state))
+                request.add_finalize_fn(partial(self._publish, state, is_ephemeral))
                 self._queue.schedule_async_request(request)
 
     def clean_up(self) -> None:
@@ -196,15 +205,16 @@ class Checkpointer:
                 tensors["optimizer"] = slot_state
         return tensors
 
-    def _publish(self, state: CheckpointState) -> None:
+    def _publish(self, state: CheckpointState, is_ephemeral: bool) -> None:
         """Add the state and the manifest to the files that all ranks have written, and rename the checkpoint."""
+        final = self.output_dir / f"checkpoint-{state.step}"
         written: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(written, self._strategy.written.digests)
         if dist.get_rank() == 0:
-            step = state.step
-            temporary = self._temporary(step)
-            final = self.output_dir / f"checkpoint-{step}"
+            temporary = self._temporary(state.step)
             (temporary / STATE_FILE).write_text(state.to_json())
+            if is_ephemeral:
+                (temporary / EPHEMERAL_FILE).write_text(EPHEMERAL_TEXT)
             write_common(temporary)
             write_manifest(temporary, dict(chain.from_iterable(rank.items() for rank in written)))
             fsync_tree(temporary)
@@ -212,11 +222,12 @@ class Checkpointer:
                 delete_checkpoint(final)
             temporary.rename(final)
             sync(self.output_dir)
-            if self.copies:
-                self.copies.add(final)
-            self._delete_oldest()
             logger.info("saved %s", final.name)
         dist.barrier()
+        if self.copies:
+            self.copies.add(final)
+        if dist.get_rank() == 0:
+            self._delete_oldest()
 
     def _delete_oldest(self) -> None:
         in_use: set[Path] = set()
@@ -256,7 +267,9 @@ def load_checkpoint(
     try:
         check_metadata(checkpoint)
         with _weights_only():
-            loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
+            # Each tensor is read by one of the ranks that need it, which sends it to the others.
+            divided = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), mesh.dp_cp)
+            loaded: Any = dist_checkpointing.load(tensors, str(checkpoint), divided)  # pyright: ignore[reportArgumentType]
     except (*_DAMAGES, RuntimeError) as error:
         if isinstance(error, RuntimeError) and _OF_TORCH_READER not in str(error):
             raise

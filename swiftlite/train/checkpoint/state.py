@@ -47,6 +47,22 @@ class BadStepsState(TypedDict):
     num_skipped: _Count
 
 
+@dataclass(frozen=True)
+class Consumed:
+    """The numbers of tokens and samples in all completed steps."""
+
+    tokens: _Count = 0
+    samples: _Count = 0
+
+    def and_also(self, tokens: int, samples: int) -> "Consumed":
+        """Return the numbers after one more step."""
+        return Consumed(self.tokens + tokens, self.samples + samples)
+
+    def metrics(self) -> dict[str, int]:
+        """Return the numbers for metrics.jsonl and run_report.json."""
+        return {"total_tokens": self.tokens, "total_samples": self.samples}
+
+
 class DataState(TypedDict):
     """Digests of the data, from `phases.data_state`."""
 
@@ -64,6 +80,7 @@ class CheckpointState:
         data: None in checkpoints of earlier releases.
         stream: position of --streaming; None without it.
         bad_steps: state of --skip_bad_steps; None if the run did not use it.
+        consumed: zeros in checkpoints of earlier releases.
         lora: adapters of the model; None without adapters.
         base: the model that adapters belong to, or from which an export reads a frozen trunk.
         streams_trunk: whether the checkpoint has no decoder layers (--stream_trunk), so that exports read those of
@@ -79,6 +96,7 @@ class CheckpointState:
     data: DataState | None = None
     stream: StreamState | None = None
     bad_steps: BadStepsState | None = None
+    consumed: Consumed = Consumed()
     lora: Lora | None = None
     base: AdapterBase | None = None
     streams_trunk: bool = False

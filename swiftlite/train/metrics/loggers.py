@@ -59,7 +59,7 @@ class ProgressBar:
         self.bar.update(step - self.bar.n)
 
     def _render(self, metrics: Mapping[str, float]) -> str:
-        shown = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        shown = {name: value for name, value in metrics.items() if not name.startswith(("time/", "total_"))}
         return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in shown.items())
 
     def summarize(self, figures: Mapping[str, float]) -> None:

@@ -15,7 +15,7 @@ def row(text: str) -> dict:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-@pytest.mark.parametrize(("number", "held_out"), [(48, 16), (120, 20), (1000, 48)])
+@pytest.mark.parametrize(("number", "held_out"), [(48, 16), (200, 20), (1000, 48)])
 def test_every_row_is_in_one_part_and_the_parts_are_spread(number, held_out):
     training, kept = divide(range(number))
     assert sorted([*training, *kept]) == list(range(number))

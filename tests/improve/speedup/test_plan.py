@@ -10,7 +10,7 @@ from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import resolve
-from swiftlite.improve.speedup.plan import Commands
+from swiftlite.improve.speedup.plan import Commands, only_fits
 from swiftlite.improve.speedup.steps import CommandStep
 from tests.tiny import make_tiny_hf
 
@@ -58,6 +58,13 @@ def test_rounds_write_different_prompts(make_commands):
     assert first.dataset == []
 
 
+def test_few_answers_are_only_fitted():
+    """The time of such a round says little about the next one, which is trained (`budget.next_round`)."""
+    assert only_fits([192], "")
+    assert not only_fits([192, 64], "")
+    assert not only_fits([64], "model")
+
+
 @pytest.mark.parametrize(("num_rows", "self_prompts"), [(0, 200), (50, 150), (200, 0)])
 def test_rows_of_the_round_and_prompts_of_the_model(make_commands, tmp_path, num_rows, self_prompts):
     args = options_of(make_commands().answers(3, 200, num_rows, 0))
@@ -75,7 +82,7 @@ def test_training_fits_the_model(make_commands):
     assert small.lr is None  # that of new heads
     assert small.num_train_epochs == 3
     fitted, trained = commands.training([128], ""), make_commands(depth=1).training([128], "model")
-    assert (options_of(fitted).train_iters, options_of(fitted).cache_trunk_states) == (1, None)
+    assert (options_of(fitted).train_iters, options_of(fitted).cache_trunk_states) == (0, None)
     assert options_of(trained).train_iters is None
     assert options_of(trained).cache_trunk_states
     large = make_commands(vocab_size=10_000)

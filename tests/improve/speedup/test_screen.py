@@ -104,3 +104,9 @@ def test_a_busy_machine_is_named():
     assert has_line(text, "90.0 0.90x 0.80x 0")
     assert has_line(text, "1 1.86x round-2/bench")
     assert "0.95x" not in text
+
+
+@pytest.mark.parametrize(("num_prompts", "are_few"), [(1, True), (7, False)])
+def test_a_measurement_of_few_prompts_is_named(num_prompts, are_few):
+    text = "\n".join(final_lines(PROGRESS, "round-2", BENCH | {"prompts": num_prompts}, {"all": [0.5, 0.25]}))
+    assert has_line(text, f"{num_prompts} round-2/bench") is are_few
