@@ -104,6 +104,7 @@ def test_vllm_accepts_what_the_run_said_it_would(served):
     assert acceptance["before"]["generated"]["acceptance_per_position"][0] < 0.5
 
 
+@pytest.mark.slow
 def test_random_heads_are_not_accepted(served):
     """With random heads, the trunk gives the same answers, and almost no drafts are accepted."""
     commands, family, directory = served
