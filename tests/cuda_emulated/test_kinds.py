@@ -16,7 +16,7 @@ import pytest
 from tests.cuda_emulated import library
 from tests.cuda_emulated.kinds import FLOAT32_BOUND, KINDS, STEPS, bound_of, loss_pairs, write_inputs
 from tests.cuda_emulated.record import Event
-from tests.tiers import all_but, selected
+from tests.tiers import all_but, selected, some_of
 from tests.untimed import untimed
 
 pytestmark = [
@@ -40,6 +40,9 @@ SLOW = (
     "lora",
     "lora dropout",
     "lora experts",
+    "dora",
+    "streamed",
+    "recomputed",
     "dp_balanced",
     "dpo",
     "dpo float32",
@@ -54,6 +57,7 @@ SLOW = (
     "images",
     "recomputed selectively",
     "saved asynchronously",
+    "optimizer on the host",
     "optimizer on the host, not distributed",
     "resumed",
 )
@@ -69,7 +73,7 @@ def results(request, tmp_path_factory) -> Callable[[str, str], Found]:
     processes. A part of the kinds has one emulated device, because its start takes as long as several kinds.
     """
     directory = tmp_path_factory.mktemp("kinds")
-    needed = {*selected(request, "name"), PLAIN_OPTIMIZER, *LAUNCHES, *(f"{name} 4 layers" for name in LAUNCHES)}
+    needed = {*selected(request, "name"), *LAUNCHES, *(f"{name} 4 layers" for name in LAUNCHES)}
     names = [name for name in KINDS if name in needed]
     write_inputs(directory, names)
     devices = 2 if len(names) > 30 else 1
@@ -142,7 +146,7 @@ def test_losses_are_the_cpus(results, name):
 PLAIN_OPTIMIZER = "distributed optimizer"
 
 
-@pytest.mark.parametrize("name", ["optimizer on the host"])
+@pytest.mark.parametrize("name", some_of(["optimizer on the host"]))
 def test_an_optimizer_on_the_host_computes_the_same(emulated, name):
     """Every bit, because both devices compute with the same kernels here. Half of the steps are those of a resumed
     run.

@@ -94,7 +94,7 @@ def test_words_of_a_command_stand_for_paths():
 @pytest.mark.parametrize("faults", some_of(["KILL ENOSPC", "EIO"], "KILL ENOSPC"))
 def test_commands_that_are_hit_are_made_good(faults):
     options = [word for fault in faults.split() for word in ("--fault", fault)]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.hunt", "--every", "60", *options, *COMMANDS]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.hunt", "--every", "120", *options, *COMMANDS]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" hit, 0 not made good") == len(COMMANDS) * len(faults.split())

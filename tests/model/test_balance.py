@@ -34,7 +34,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
-from tests.tiers import pairwise, selected
+from tests.tiers import once, pairwise, selected
 from tests.tiny import make_tiny_hf
 
 COEFF, RATE, TOPK = 0.7, 0.01, 2
@@ -370,7 +370,7 @@ def computed(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("layout", "family", "is_packed"), pairwise([*LAYOUTS], FAMILIES[:2], [False, True]))
+@pytest.mark.parametrize(("layout", "family", "is_packed"), once([*LAYOUTS], FAMILIES[:2], [False, True]))
 def test_every_layout_computes_what_one_process_does(computed, layout, family, is_packed):
     one, other = (torch.load(computed / f"{name}-{family}-{is_packed}.pt") for name in ("alone", layout))
     assert float(other["logged"]) == pytest.approx(float(one["logged"]), rel=1e-5)

@@ -17,6 +17,7 @@ from swiftlite.base.heads import Heads
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from tests.parallel.launch import launch
+from tests.tiers import some_of
 from tests.tiny import OWN_SIZES, mimo_v2_flash, step3p5
 from tests.torchao_here import torchao as torchao
 
