@@ -22,7 +22,6 @@ def here(run, tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_an_export_is_pushed_with_its_card(hub, here):
     done = start(hub, here, *EXPORT, "me/new", HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
