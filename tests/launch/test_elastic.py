@@ -231,6 +231,7 @@ def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(tmp_path):
     assert mentions(stderr.splitlines()[-1], "swiftlite: 1")
 
 
+@pytest.mark.slow
 def test_an_error_of_every_rank_is_shown_once_and_first(tmp_path):
     body = "from swiftlite.base.errors import UserError\nfrom swiftlite.cli import main as cli\n"
     body += "def run(argv):\n    raise UserError('train.jsonl:7: a bad row', 'correct it', 2)\n"

@@ -139,6 +139,7 @@ def test_heads_change_no_bit_of_the_trunk(tmp_path, layout):
     assert all(of_heads[name].any() for name in set(of_heads) - trunk)
 
 
+@pytest.mark.slow
 def test_a_layout_changes_no_evaluation(tmp_path):
     """The first rank draws the completions with the weights of all stages; the teacher has the layout of the run."""
     (tmp_path / "held_out.jsonl").write_text('{"query": "What is 8 plus 8?"}\n{"query": "What is 9 plus 9?"}\n')

@@ -178,7 +178,8 @@ def train_with_room_for(free: int, args: SftArgs) -> int:
     return train(args)
 
 
-@pytest.mark.parametrize("name", some_of(["TP2+SP", "CP2"], "CP2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["TP2+SP", "CP2"])
 def test_the_disk_must_have_room_for_what_all_ranks_write(tmp_path, name):
     args = replace(options_of_a_cache(tmp_path), **LAYOUTS[name])
     assert launch(2, train_with_room_for, 10**9, args) == [0, 0]
