@@ -74,6 +74,8 @@ def results(request, tmp_path_factory) -> Callable[[str, str], Found]:
     """
     directory = tmp_path_factory.mktemp("kinds")
     needed = {*selected(request, "name"), *LAUNCHES, *(f"{name} 4 layers" for name in LAUNCHES)}
+    if "optimizer on the host" in needed:
+        needed.add(PLAIN_OPTIMIZER)
     names = [name for name in KINDS if name in needed]
     write_inputs(directory, names)
     devices = 2 if len(names) > 30 else 1
