@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what the tests need, then runs them; the last line is pytest's own count.
+# Sets up what the tests need, then runs them; the last line is pytest's own count, or what check.sh has found.
 #
 #   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the first four tiers
 #   bash scripts/test.sh unit|gloo|engine|cuda_emulated|slow|te|flash|llmcompressor|gpu [PYTEST OPTIONS]
@@ -35,7 +35,8 @@ case $tier in
 esac
 
 case $tier in
-    all | engine | slow) use_environment core vllm torchvision torchao sglang llamacpp model dev ;;
+    all) use_environment core vllm torchvision torchao sglang llamacpp model dev docs ;;
+    engine | slow) use_environment core vllm torchvision torchao sglang llamacpp model dev ;;
     llmcompressor) use_environment core vllm llmcompressor dev ;;
     te | flash) use_environment core model "$tier" dev ;;
     *) use_environment core torchao model dev ;;
@@ -49,7 +50,10 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Tests compare with what a CPU computes; models of the session would be on a GPU, their inputs not.
 [ "$tier" = gpu ] || export CUDA_VISIBLE_DEVICES=
 if [ "$tier" = all ]; then
-    bash scripts/check.sh || status=1
+    # During the tests, which often wait. All layers are installed, so that nothing changes the tests' environment.
+    checked=$(mktemp)
+    bash scripts/check.sh >"$checked" 2>&1 &
+    trap 'kill "$!" 2>/dev/null || true; rm -f "$checked"' EXIT
     set -- --durations=40 "$@" # the slowest tests, because the time of this tier is limited
 fi
 # Three files at a time, because many tests wait for servers. The tests of a file share what they trained, so they stay
@@ -57,4 +61,8 @@ fi
 workers=3
 [ "$tier" != gpu ] || workers=0
 python -m pytest -n $workers --dist loadfile --no-loadscope-reorder -m "$markers" "$@" || status=1
+if [ "$tier" = all ] && ! wait "$!"; then
+    cat "$checked"
+    status=1
+fi
 exit $status

@@ -54,6 +54,7 @@ def test_launches_are_kernels(found):
     assert launches["attention"] == {"border": 1, "backward": 1}
 
 
+@pytest.mark.slow
 def test_a_compiler_is_asked_once(tmp_path, monkeypatch):
     """The library is cached for the version of torch and of the source."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

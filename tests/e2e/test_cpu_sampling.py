@@ -72,6 +72,7 @@ def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperat
         assert 0.1 < counts.accepted / counts.drafted < 0.95
 
 
+@pytest.mark.slow
 def test_vllm_as_shipped_draws_from_another_distribution(vllm_host, tmp_path):
     """If this test fails, vLLM no longer needs `engines/vllm/cpu_sampling.py`."""
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)

@@ -29,6 +29,7 @@ def learned(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_an_export_with_damaged_heads_is_refused(commands, learned, tmp_path):
     good, model, dataset = (learned / name for name in ("hf", "model", "rows.jsonl"))
     done = commands.ok(

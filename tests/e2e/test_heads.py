@@ -15,11 +15,11 @@ from tests.e2e.conftest import Commands
 from tests.engines.reference import Reference, convention
 from tests.messages import mentions
 from tests.model.test_unroll import train_head
-from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_graft_unroll_export_infer(commands: Commands, dataset):
     directory = commands.directory
     tuned = make_tiny_hf(directory / "tuned", "qwen3", depth=0, with_tokenizer=True)
@@ -91,7 +91,8 @@ def test_heads_for_an_engine_and_its_draft_vocabulary_from_the_data_to_the_engin
 
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("loss", some_of(["ce", "kl"], "kl"))
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_vllm_accepts_more_late_drafts_of_an_unrolled_head(vllm, trained, tmp_path, mesh, loss):
     """Both heads start from the same new head on the same trunk and learn the trunk's own text.
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Commands
 from tests.forked import run_swiftlite
-from tests.messages import answers_equal, mentions
+from tests.messages import has_line, mentions
 
 NUM_PROMPTS = 24
 
@@ -48,7 +48,7 @@ def run_until(argv: list[str], directory: Path, out: Path, err: Path, answers: P
 
 @pytest.mark.engine
 def test_vllm_stopped_and_gone_on_with(vllm_host, infer: list[str], tmp_path):
-    """Heads draft, and two prompts run at a time while others wait. The answers after resuming are also compared."""
+    """Heads draft, and two prompts run at a time while others wait."""
     commands = Commands(tmp_path, vllm_host)
     infer += "--infer_backend vllm --max_batch_size 2 --speculative mtp".split()
     unbroken, answers = tmp_path / "unbroken.jsonl", tmp_path / "answers.jsonl"
@@ -60,6 +60,6 @@ def test_vllm_stopped_and_gone_on_with(vllm_host, infer: list[str], tmp_path):
     assert 5 <= done < NUM_PROMPTS
     last = err.read_text().splitlines()[-2:]
     assert mentions(last[0], f"swiftlite: {done} {NUM_PROMPTS} answers.jsonl")
-    again = commands.ok(*argv, "--compare").stderr
-    assert answers_equal(again, NUM_PROMPTS - done)
+    again = commands.ok(*argv).stderr
+    assert has_line(again, f"{done} {NUM_PROMPTS} answers.jsonl")
     assert answers.read_bytes() == unbroken.read_bytes()

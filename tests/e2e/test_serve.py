@@ -91,7 +91,7 @@ def infer(commands: Commands, engine: str, model: str, acceptance: str, *options
 
 def test_vllm_accepts_what_the_run_said_it_would(served):
     commands, family, directory = served
-    # A start takes a while, and the answers are compared with those learned in any case. test_infer.py compares in CI.
+    # A start takes a while, and the answers are compared with those learned in any case.
     compares = family == "mimo"
     options = ["--compare"] if compares else []
     answers, log = infer(commands, "vllm", "hf", "run/acceptance.json", *options)
@@ -104,6 +104,7 @@ def test_vllm_accepts_what_the_run_said_it_would(served):
     assert acceptance["before"]["generated"]["acceptance_per_position"][0] < 0.5
 
 
+@pytest.mark.slow
 def test_random_heads_are_not_accepted(served):
     """With random heads, the trunk gives the same answers, and almost no drafts are accepted."""
     commands, family, directory = served

@@ -96,6 +96,7 @@ def test_only_the_newest_checkpoints_are_kept(finished):
     assert {path.name for path in (finished / "run").glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-12"}
 
 
+@pytest.mark.slow
 def test_args_json_runs_again(commands, finished, tmp_path):
     arguments = finished / "run" / "args.json"
     commands.ok("megatron", "sft", arguments, "--output_dir", tmp_path / "second")
@@ -105,6 +106,7 @@ def test_args_json_runs_again(commands, finished, tmp_path):
         assert mentions(plan, "planned/" + re.sub(r"checkpoint-\d+", "checkpoint-N", path.name)), path
 
 
+@pytest.mark.slow
 def test_heads_only_proves_that_the_trunk_stayed(commands, sft, model, tmp_path):
     run, hf = tmp_path / "run", tmp_path / "hf"
     commands.ok(*sft, "--mtp_mode", "heads_only", "--output_dir", run)

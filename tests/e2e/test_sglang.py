@@ -27,7 +27,7 @@ from swiftlite.engines.server_command import ServerCommand
 from swiftlite.families import FAMILIES
 from swiftlite.serve.bench.measure import connect, generate_all
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
-from tests.messages import answers_equal, mentions
+from tests.messages import mentions
 from tests.stand_ins import sglang_environment
 from tests.tiers import selected, some_of
 from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
@@ -46,12 +46,12 @@ CASES += [("step3p5", 1)]  # a head for each draft token
 PLUGIN = [name for name, family in FAMILIES.items() if family.serving.sglang and family.serving.sglang.classes]
 # Mistral's layers are Llama's.
 CASES += [(family, 3) for family in PLUGIN if family not in (*TWICE, "mistral")]
-# Each family with a draft class or a kind of layer of its own. The first of several drafts is a single draft, which
-# `infer` uses here.
-CHOSEN = [("qwen3", 3), ("mimo", 3), ("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2)]
-WITH_VOCAB = ("qwen3", "mimo")
+# A family with a draft class of swiftlite, one with a class of SGLang, and one with a kind of layer of its own. The
+# first of several drafts is a single draft, which `infer` uses here.
+CHOSEN = [("qwen3", 3), ("mimo", 3), ("deepseek_v3", 3)]
+WITH_VOCAB = some_of(("qwen3", "mimo"), "qwen3")
 # Each with a draft class, or a kind of layer, that takes new weights in a way of its own.
-LIVE = some_of(("mimo", "glm4_moe", "qwen3_moe", "deepseek_v3"), "qwen3_moe", "deepseek_v3")
+LIVE = some_of(("mimo", "glm4_moe", "qwen3_moe", "deepseek_v3"), "deepseek_v3")
 DRAWN = some_of([(3, 0.0), (0, 0.7), (3, 0.7), (3, 1.0)], (3, 0.0), (3, 0.7))
 """Numbers of draft tokens and temperatures of answers. Sampled drafts are verified as on a GPU."""
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
@@ -88,7 +88,7 @@ def write_talking(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Commands:
-    """The command lines of `infer`, and of `evaluate` for its answers, with the files that they write."""
+    """The command line of `infer`, with the files that it writes."""
 
     directory: Path
     talking: Path
@@ -97,15 +97,8 @@ class Commands:
         prompts = self.directory / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(6)))
         files = ["--val_dataset", str(prompts), "--result_path", str(self.directory / answers)]
-        return ["infer", *self._both(), "--speculative", "mtp", *SMALL, *files, *options]
-
-    def evaluate(self) -> list[str]:
-        files = ["--dataset", str(self.directory / "own.jsonl"), "--output_dir", str(self.directory / "out")]
-        return ["evaluate", *self._both(), *files]
-
-    def _both(self) -> list[str]:
-        fixed = "--infer_backend sglang --torch_dtype float32 --max_new_tokens 40 --model"
-        return [*fixed.split(), str(self.talking)]
+        fixed = f"infer --infer_backend sglang --torch_dtype float32 --max_new_tokens 40 --model {self.talking}"
+        return [*fixed.split(), "--speculative", "mtp", *SMALL, *files, *options]
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +115,15 @@ def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
     """
     folder = tmp_path_factory.mktemp("models")
     needed = {*selected(request, "family", "num_tokens"), *CHOSEN}
+    needed |= {(family, dict(CASES)[family]) for family in selected(request, "live")}
     cases = [case for case in CASES if case in needed]
     models = {family: trained(family, 1, "sglang") for family in dict(cases)}
     damaged = make_tiny_hf(folder / "damaged", "mimo", depth=1)
     tensors = load_file(damaged / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 5)
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
-    for family in WITH_VOCAB:
+    with_vocabulary = selected(request, "with_vocabulary")
+    for family in with_vocabulary:
         directory, prompts = models[family]
         reference = load(directory, family)
         reference.draft_vocab = [token for token in range(reference.trunk.config.vocab_size) if token % 4]
@@ -136,7 +131,7 @@ def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
             with_vocab(directory, folder / f"{family}-vocab", reference.draft_vocab),
             [prompt for prompt in prompts if reference.closest_choice(prompt, NEW_TOKENS, 3) > UNDECIDED],
         )
-    cases += [(f"{family}, draft vocabulary", 3) for family in WITH_VOCAB]
+    cases += [(f"{family}, draft vocabulary", 3) for family in with_vocabulary]
     jobs = [
         {"model": str(models[name][0]), "prompts": models[name][1], "num_tokens": k, "max_new_tokens": NEW_TOKENS}
         for name, k in cases
@@ -161,8 +156,7 @@ def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
         **drawn,
         "unknown option": unknown,
         "damaged": jobs[0] | {"model": str(damaged)},
-        "infer": {"argv": commands.infer("--compare", *acceptance)},
-        "evaluate": {"argv": commands.evaluate()},
+        "infer": {"argv": commands.infer(*acceptance)},
     }
     lines = do_all([*jobs, *others.values()])
     results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(cases, lines, strict=False)}
@@ -206,9 +200,10 @@ def test_log_probabilities_are_those_of_transformers(served, num_tokens, tempera
         torch.testing.assert_close(torch.tensor(log_p), wanted, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", WITH_VOCAB)
-def test_drafts_are_of_the_draft_vocabulary(served, family):
-    """One draft class is swiftlite's, the other SGLang's."""
+@pytest.mark.parametrize("with_vocabulary", WITH_VOCAB)
+def test_drafts_are_of_the_draft_vocabulary(served, with_vocabulary):
+    """One draft class is swiftlite's, the other SGLang's. `with_vocabulary` is the family."""
+    family = with_vocabulary
     directory, prompts, result = served[f"{family}, draft vocabulary", 3]
     reference = load(directory, family)
     _, counts_of_all = reference.simulate(prompts, NEW_TOKENS, 3)
@@ -247,7 +242,7 @@ def take_the_other_state(reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("change", [swap_halves, keep_first_embedding, take_the_other_state])
-@pytest.mark.parametrize("family", some_of(dict(CASES), "mimo", "glm4_moe"))
+@pytest.mark.parametrize("family", some_of(dict(CASES), "mimo"))
 def test_another_convention_counts_otherwise(served, family, change):
     """If any entry of a convention is changed, the compared results change."""
     num_tokens = dict(CASES)[family]
@@ -267,13 +262,13 @@ def test_what_sglang_refuses_is_told(served):
     assert mentions(damaged, "SGLang")
 
 
-def test_infer_and_evaluate(served, commands):
-    assert (served["infer"]["code"], served["evaluate"]["code"]) == (0, 0), served["infer"]
-    assert answers_equal(served["infer"]["stderr"], 6)
-    acceptance = json.loads((commands.directory / "acceptance.json").read_text())
-    assert acceptance["engines"]["sglang"]["drafted"] > 60
-    counted = json.loads((commands.directory / "out" / "evaluation.json").read_text())["model"]["sglang"]["all"]
-    assert 0 < counted["accepted"] < counted["drafted"]  # few: it was not trained on chats
+def test_infer(served, commands):
+    """test_infer.py and test_evaluate.py compare answers and evaluate with vLLM, which is the same code."""
+    assert served["infer"]["code"] == 0, served["infer"]
+    assert (commands.directory / "own.jsonl").read_bytes().count(b"\n") == 6
+    counted = json.loads((commands.directory / "acceptance.json").read_text())["engines"]["sglang"]
+    assert counted["drafted"] > 60
+    assert 0 < counted["acceptance_rate"] < 1  # few: it was not trained on chats
 
 
 @pytest.mark.slow

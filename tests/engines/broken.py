@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiers import some_of
 from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
 
 Tensors = dict[str, torch.Tensor]
@@ -54,6 +55,21 @@ BROKEN: dict[str, tuple[int, int, Callable[[str, Tensors], Tensors] | None]] = {
     "promises nothing": (1, 0, None),
 }
 BROKEN_FAMILIES = ("mimo", "qwen3", "glm4_moe", "deepseek_v3")
+BROKEN_DAILY = ("mimo", "qwen3")
+"""One family with an engine's own draft class, which loads whatever it finds, and one with a class of swiftlite."""
+
+
+def daily_if_broken(*cases: tuple[str, str, str]) -> list[Any]:
+    """Return family, defect and words as parameters. Cases of families that are not in BROKEN_DAILY are slow."""
+    return some_of(cases, *(case for case in cases if case[0] in BROKEN_DAILY))
+
+
+def write_broken(folder: Path, family: str, name: str) -> Path:
+    """Write a model with the defect `name`; return its directory in `folder`."""
+    depth, promised, change = BROKEN[name]
+    directory = make(folder / f"{family}-{name.replace(' ', '-')}", family, depth)
+    damage(directory, family, promised, change)
+    return directory
 
 
 def damage(

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -123,6 +122,8 @@ def test_a_head_beyond_the_promise_is_named(tmp_path):
 
 def test_an_adapter_beside_the_weights(tmp_path):
     """If PEFT is installed, transformers applies the adapter, so its logits differ from those of the weights."""
+    from peft import LoraConfig, get_peft_model  # which takes seconds, in every process that collects this test
+
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1)
     ids = torch.arange(8)[None]
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -477,7 +477,6 @@ def test_it_learns_what_transformers_would(model, trained):
             {"pipeline_model_parallel_size": 2},
             {},
         ],
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"pipeline_model_parallel_size": 2},
     ),
     ids=["tensor and sequence", "context", "pipeline", "data"],
@@ -504,6 +503,7 @@ def test_there_and_back_it_is_the_same_to_the_bit(model, tmp_path):
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.slow
 def test_cached_states_are_those_of_the_picture(model, rows, tmp_path):
     """Rows with the same text and different pictures have separate cached states. Tower and trunk do not change."""
     plain, cached = tmp_path / "plain", tmp_path / "cached"

@@ -12,6 +12,7 @@ from swiftlite.hub import commits
 from tests.hub.asking import answers, dataset, description_of, local_model
 from tests.hub.server import TOKEN, environment, files_of
 from tests.messages import has_line, mentions, naming
+from tests.tiers import some_of
 
 
 def asked_for(hub) -> set[str]:
@@ -123,7 +124,7 @@ def test_a_token_opens_what_is_private_and_is_never_shown(hub, tiny, tmp_path):
     assert mentions(wrong, f"UserError: {hub.url} hf auth login HF_TOKEN")
 
 
-@pytest.mark.parametrize("status", [403, 429, 500])
+@pytest.mark.parametrize("status", some_of([403, 429, 500], 429))
 def test_a_hub_that_refuses(hub, tmp_path, status):
     hub.broken = status
     (answer,) = answers(hub, tmp_path / "home", local_model("org/tiny"))

@@ -29,6 +29,7 @@ def test_the_launcher_asks_once_for_all_ranks(run):
     assert has_line(said, "org/rows#20 20 24 4")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_commits(hub, tiny, run, tmp_path):
     """The newest commits of main contain another model and other rows."""
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)

@@ -74,6 +74,7 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ranks_that_end_well(tmp_path):
     process = start(tmp_path, "Path(f'rank-{rank}').touch()\n")
     _, stderr = process.communicate(timeout=60)
@@ -81,6 +82,7 @@ def test_ranks_that_end_well(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1", "ranks.py"]  # no logs are left
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_the_rank_that_failed(tmp_path):
     process = start(tmp_path, "print('what went wrong', file=sys.stderr) if rank else time.sleep(60)\nsys.exit(7)\n")
     _, stderr = process.communicate(timeout=60)
@@ -139,6 +141,7 @@ cli.main([])
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_nohup_keeps_a_job_without_its_terminal(tmp_path):
     body = "Path(f'ready-{rank}').touch()\nwhile not Path('go').exists():\n    time.sleep(0.05)\n"
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup's part, inherited
@@ -154,6 +157,7 @@ def test_nohup_keeps_a_job_without_its_terminal(tmp_path):
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_reaches_the_ranks_too(tmp_path):
     body = """
 received = []
@@ -204,6 +208,7 @@ def start_nodes(tmp_path, body: str, *argv: str, launcher: tuple[str, ...] = LAU
     ]
 
 
+@pytest.mark.slow
 def test_nodes_that_end_well(tmp_path):
     """The launchers of this test read from their store all the time, so that the end of the job interrupts a read."""
     lines = (
@@ -226,6 +231,7 @@ def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(tmp_path):
     assert mentions(stderr.splitlines()[-1], "swiftlite: 1")
 
 
+@pytest.mark.slow
 def test_an_error_of_every_rank_is_shown_once_and_first(tmp_path):
     body = "from swiftlite.base.errors import UserError\nfrom swiftlite.cli import main as cli\n"
     body += "def run(argv):\n    raise UserError('train.jsonl:7: a bad row', 'correct it', 2)\n"
@@ -238,6 +244,7 @@ def test_an_error_of_every_rank_is_shown_once_and_first(tmp_path):
     assert any(mentions(last, f"swiftlite: {rank} 2") for rank in (0, 1))
 
 
+@pytest.mark.slow
 def test_a_lost_connection_that_nobody_explains_is_shown(tmp_path):
     body = "from swiftlite.cli import main as cli\ndef run(argv):\n    raise RuntimeError('Connection reset by peer')\n"
     process = start(tmp_path, body + "cli._run = run\ntime.sleep(3 * rank)\nsys.exit(cli.main([]))\n")
@@ -280,6 +287,7 @@ sys.exit(cli.main([]))
     assert "Traceback" not in stderr
 
 
+@pytest.mark.slow
 def test_a_launcher_that_was_killed_leaves_no_files_for_ever(tmp_path):
     body = "Path(f'{sys.argv[1]}-{rank}').touch()\nwhile not Path('go').exists():\n    time.sleep(0.05)\n"
     killed = start(tmp_path, body, argv=("ready",))
@@ -313,6 +321,7 @@ def test_a_rank_that_hears_no_signal_does_not_hold_up_the_end(tmp_path):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_with_what_it_started(tmp_path):
     body = """
 import subprocess

@@ -6,6 +6,7 @@ The reference code uses the logits of transformers' routers.
 import dataclasses
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
-from tests.tiers import pairwise, selected
+from tests.tiers import once, selected, some_of
 from tests.tiny import make_tiny_hf
 
 COEFF, RATE, TOPK = 0.7, 0.01, 2
@@ -188,7 +189,15 @@ CUTS: dict[str, list[list[int]]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "cut", "lay_out"), pairwise(FAMILIES, [*CUTS], [padded, packed]))
+@pytest.mark.parametrize(
+    ("family", "cut", "lay_out"),
+    some_of(
+        product(FAMILIES, CUTS, (padded, packed)),
+        ("qwen3_moe", "two", packed),
+        ("glm4_moe", "four", padded),
+        ("deepseek_v3", "one micro-batch", packed),
+    ),
+)
 def test_the_loss_is_the_papers(family, cut, lay_out, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path / "hf", family)
     samples = make_samples()
@@ -199,8 +208,7 @@ def test_the_loss_is_the_papers(family, cut, lay_out, tmp_path, mesh):
     assert_close(ours, {name: gradient for name, gradient in gradients.items() if ".experts" not in name})
 
 
-@pytest.mark.parametrize("learned", [1.0, 0.2])
-@pytest.mark.parametrize("pad_to", [8, 64])
+@pytest.mark.parametrize(("learned", "pad_to"), some_of(product((1.0, 0.2), (8, 64)), (0.2, 64)))
 def test_it_depends_neither_on_prompts_nor_on_padding(learned, pad_to, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path / "hf", "qwen3_moe")
     _, gradients = naive(directory, make_samples(), [[0, 1, 2, 3]])
@@ -247,8 +255,7 @@ def test_recomputation_changes_nothing(heads, recompute, tmp_path, mesh):
         torch.testing.assert_close(found[0][name], gradient, rtol=0, atol=rounding, msg=name)
 
 
-@pytest.mark.parametrize("beta", [1.0, 0.5])
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize(("family", "beta"), once(FAMILIES[:2], [1.0, 0.5]))
 def test_steps_of_an_unrolled_head_weigh_as_their_losses(family, beta, tmp_path, mesh, monkeypatch):
     """The router's loss is compared with its definition, computed from the scores that the router had in each step."""
     directory = make_tiny_hf(tmp_path / "hf", family, depth=1)
@@ -287,8 +294,7 @@ def biases(model: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     return [router.get_buffer("expert_bias").clone() for router in routers]
 
 
-@pytest.mark.parametrize("lay_out", [padded, packed])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("cut", "lay_out"), once([*CUTS], [padded, packed]))
 def test_the_expert_bias_moves_by_the_load_of_real_tokens(cut, lay_out, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path / "hf", "glm4_moe")
     samples = make_samples(0.2)
@@ -370,7 +376,7 @@ def computed(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("layout", "family", "is_packed"), pairwise([*LAYOUTS], FAMILIES[:2], [False, True]))
+@pytest.mark.parametrize(("layout", "family", "is_packed"), once([*LAYOUTS], FAMILIES[:2], [False, True]))
 def test_every_layout_computes_what_one_process_does(computed, layout, family, is_packed):
     one, other = (torch.load(computed / f"{name}-{family}-{is_packed}.pt") for name in ("alone", layout))
     assert float(other["logged"]) == pytest.approx(float(one["logged"]), rel=1e-5)

@@ -16,6 +16,7 @@ from swiftlite.model.gpt import Logits
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss import losses as loss
 from tests.model.test_logits import load_megatron
+from tests.tiers import once
 from tests.tiny import make_tiny_hf
 
 
@@ -74,9 +75,7 @@ def dense_losses(logits: Logits, batch: Batch, kind: str, tokens: Sequence[int])
     return losses
 
 
-@pytest.mark.parametrize("heads_only", [False, True], ids=["joint", "heads_only"])
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("kind", DISTANCES)
+@pytest.mark.parametrize(("kind", "packed", "heads_only"), once([*DISTANCES], [False, True], [False, True]))
 def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_only, tmp_path, mesh, monkeypatch):
     monkeypatch.setattr(loss, "MAX_POSITIONS", 3)
     directory = make_tiny_hf(tmp_path, "qwen3", depth=2)

@@ -10,14 +10,15 @@ from swiftlite.model.build import build_model
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.trainable import HEADS_ONLY
+from tests.tiers import once
 from tests.tiny import make_tiny_model
 
 LENGTH, NOT_LEARNED = 12, 5
 
 
-@pytest.mark.parametrize("heads_only", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "depth", "heads_only"), once(["llama", "glm4_moe", "deepseek_v3"], [1, 2], [False, True])
+)
 def test_operations_with_mtp_layers(family, depth, heads_only, mesh):
     hf_config = make_tiny_model(family).config.to_dict()
     [model] = build_model(

@@ -16,7 +16,7 @@ from transformers.modeling_layers import MtpModel
 from swiftlite.families import index
 from swiftlite.model.inputs import ModelInputs, Target
 from tests.model.logits import ids_and_positions, load_megatron, load_transformers
-from tests.tiers import pairwise
+from tests.tiers import once, pairwise
 from tests.tiny import (
     CLASSES,
     DSA,
@@ -118,7 +118,7 @@ def round_to_neighbors(tensors: Iterable[torch.Tensor]) -> None:
 
 ROTARY = ("llama", "phi3", "glm4_moe", "gemma3_text", "deepseek_v3", "qwen3_next")
 """Families whose kinds of rotary embeddings are all that there are: all dimensions, a part of them, several bases."""
-PLAIN = pairwise([*CLASSES], [False, True], ["none"], [torch.float32, torch.bfloat16])
+PLAIN = once([*CLASSES], [False, True], ["none"], [torch.float32, torch.bfloat16])
 CASES = [*PLAIN, *pairwise(ROTARY, [False, True], [*ROPES][1:], [torch.float32, torch.bfloat16])]
 
 
@@ -173,7 +173,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         assert_equal(ours, lambda: hf(input_ids).logits, family, hf)
 
 
-@pytest.mark.parametrize(("family", "depth", "dtype"), pairwise([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("family", "depth", "dtype"), once([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Heads receive the inputs that the family's engine passes to them."""
     if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "step3p5"):

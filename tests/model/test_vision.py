@@ -21,6 +21,7 @@ from swiftlite.model.open import open_model
 from swiftlite.model.tower import TowerInputs
 from tests.images import Seen, VisionReference, extras_of, sum_of_losses
 from tests.messages import mentions
+from tests.tiers import some_of
 from tests.tiny import VISION_TOWERS, make_tiny_hf, make_tiny_vision_hf, per_expert
 
 CLOSE = 2e-5
@@ -30,7 +31,7 @@ ROWS: list[list[int | str]] = [[5, "0", 6], [9], [2, "1", 3, "2", 4]]
 """Rows with one image, without an image, and with two images of different sizes."""
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=some_of(FAMILIES, "qwen2_5_vl", "qwen3_vl"))
 def family(request) -> str:
     return request.param
 

@@ -20,6 +20,7 @@ from tests.engines.seeing import NEW_TOKENS, Seeing, counts_within_answers, make
 from tests.images import extras_of
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import SIZES, TP2_SP
+from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
 
@@ -64,14 +65,15 @@ def measure(job: Job) -> None:
         )
 
 
-def test_counts_are_those_of_an_engine(shared, tmp_path):
+@pytest.mark.parametrize("names", some_of([["TP2+SP", "DP2"], ["PP2xVPP2"]], ["PP2xVPP2"]), ids=" ".join)
+def test_counts_are_those_of_an_engine(shared, tmp_path, names):
     hf_dir = shared("seeing-parallel", lambda directory: write_seeing(directory, "qwen3_5", 2, **SIZES))
     hf: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).eval()
     reference = Seeing.open(hf_dir, "qwen3_5", 2)
     seen = make_prompts(hf_dir, reference, hf)
     expected = counts_within_answers(reference, hf, seen, 2)
     prompts = [Prompt(each.ids_1S[0].tolist(), extras=each.sample(hf).extras) for each in seen]
-    jobs = [Job(hf_dir, tmp_path / name, options, prompts) for name, options in LAYOUTS.items()]
+    jobs = [Job(hf_dir, tmp_path / name, LAYOUTS[name], prompts) for name in names]
     stores = [open_store() for _ in jobs]
     launch(2, measure_all, jobs, [store.port for store in stores])
     for job in jobs:

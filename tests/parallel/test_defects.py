@@ -185,6 +185,7 @@ def with_stock_embedding_ranks(job: parity.Job) -> list[dict[str, float]]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_stock_embedding_ranks_mix_gradients(tmp_path):
     """The gradients of embedding and output layer are added, which changes the gradient norms."""
     hf_dir = parity.make_model(tmp_path / "model", "qwen3")
@@ -208,6 +209,7 @@ def without_marks(job: parity.Job) -> list[dict[str, float]]:
 
 @MENDED
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_stock_experts_that_are_not_shared_lose_half_of_their_gradient(tmp_path):
     hf_dir = parity.make_model(tmp_path / "model", "qwen3_moe")
     options = parity.TP2_SP  # of each expert's matrices, every rank has the whole

@@ -75,8 +75,8 @@ def store_all(jobs: list[GrpoArgs], ports: list[int]) -> None:
                 store(args, mesh, Path(args.rollouts_from or ""), number)
 
 
-# CI runs one layout of each kind. LoRA, experts and the other layouts with the same code are in the slow tier.
-CI = [("dapo", "TP2+SP"), ("dapo", "PP2xVPP2"), ("sequence", "CP2, packed")]
+# CI runs stages and packed parts of sequences. LoRA, experts and the other layouts are in the slow tier.
+CI = [("dapo", "PP2xVPP2"), ("sequence", "CP2, packed")]
 CHOSEN = {name: LAYOUTS[name] for name in CI}
 
 
@@ -139,6 +139,7 @@ def test_heads_change_no_bit_of_the_trunk(tmp_path, layout):
     assert all(of_heads[name].any() for name in set(of_heads) - trunk)
 
 
+@pytest.mark.slow
 def test_a_layout_changes_no_evaluation(tmp_path):
     """The first rank draws the completions with the weights of all stages; the teacher has the layout of the run."""
     (tmp_path / "held_out.jsonl").write_text('{"query": "What is 8 plus 8?"}\n{"query": "What is 9 plus 9?"}\n')

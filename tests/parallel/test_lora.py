@@ -46,7 +46,7 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     ("olmo2", "lora"): ["TP2+SP"],  # norms of all queries and of all keys
 }
 CHOSEN = {
-    ("qwen2", "lora"): LAYOUTS["qwen2", "lora"],
+    ("qwen2", "lora"): ["CP2+distopt"],
     ("deepseek_v3", "dora"): ["ETP2xTP2"],
 }
 PLACES = CASES | {

@@ -17,6 +17,7 @@ from swiftlite.base.heads import Heads
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from tests.parallel.launch import launch
+from tests.tiers import some_of
 from tests.tiny import OWN_SIZES, mimo_v2_flash, step3p5
 from tests.torchao_here import torchao as torchao
 
@@ -235,6 +236,7 @@ def test_instances_of_the_optimizer():
     assert estimated.optimizer == 12 * estimated.parameters
 
 
+@pytest.mark.slow
 def test_8bit_moments(torchao):
     hf_config = config("qwen3", vocab_size=4096)
     setup = Setup(num_gpus=2, use_distributed_optimizer=True, optimizer="adamw_8bit", heads=Heads(1))
@@ -248,7 +250,8 @@ def test_8bit_moments(torchao):
 
 
 @pytest.mark.parametrize(
-    ("mtp_mode", "granularity"), [("joint", "none"), ("joint", "selective"), ("heads_only", "full")]
+    ("mtp_mode", "granularity"),
+    some_of([("joint", "none"), ("joint", "selective"), ("heads_only", "full")], ("joint", "selective")),
 )
 def test_three_drafts_of_one_layer(mtp_mode, granularity):
     """The estimate is within 5 %. On a CPU, torch's attention stores a mask and concatenated keys
@@ -299,13 +302,18 @@ def test_fused_kernels(mtp_mode, parameter_bytes):
 @pytest.mark.parametrize(
     "layout",
     [
-        ParallelLayout(tensor_model_parallel_size=2),
-        ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=True),
-        ParallelLayout(pipeline_model_parallel_size=2),
-        ParallelLayout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*4|mL"),
-        ParallelLayout(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+        pytest.param(ParallelLayout(tensor_model_parallel_size=2), id="TP2", marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=True), id="TP2+SP"),
+        pytest.param(ParallelLayout(pipeline_model_parallel_size=2), id="PP2", marks=pytest.mark.slow),
+        pytest.param(
+            ParallelLayout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*4|mL"),
+            id="PP2 with MTP alone",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ParallelLayout(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), id="PP2xVPP2"
+        ),
     ],
-    ids=["TP2", "TP2+SP", "PP2", "PP2 with MTP alone", "PP2xVPP2"],
 )
 def test_every_rank_of_a_layout(layout):
     tied = layout.pipeline_model_parallel_size > 1

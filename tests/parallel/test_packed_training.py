@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from swiftlite.data.packing.schedule import schedule
 from tests.parallel import parity
 from tests.parallel.parity import BOUNDS, CASES, FULL, TP2_SP, Job, Result
-from tests.tiers import all_but, selected
+from tests.tiers import all_but, selected, some_of
 
 pytestmark = pytest.mark.gloo
 
@@ -32,7 +32,7 @@ CHOSEN = {
     MIXTURE: ("EP2", "PP2"),
 }
 # The exchanges of these layouts are those of other ones here or, without packing, of test_parity.py.
-SLOW = [(QWEN3, "TP2+SP"), (QWEN3, "PP2xVPP2"), (QWEN3, "PP3 MTP middle"), (MIXTURE, "PP2")]
+SLOW = [(QWEN3, name) for name in ("TP2+SP", "PP2xVPP2", "PP3 MTP middle", "PP2xCP2")] + [(MIXTURE, "PP2")]
 RESUMED = ("DP2",)
 RECOMPUTE = {"block 1": FULL["block 1"], "selective": {"recompute_granularity": "selective"}}
 RECOMPUTED: dict[Model, tuple[str, ...]] = {QWEN3: ("CP2",), MIXTURE: ("PP2",)}
@@ -128,7 +128,7 @@ def test_rows_are_the_same_on_two_ranks(computed):
     assert computed.results[QWEN3, "rows"].metrics[0] != computed.results[QWEN3, "balanced"].metrics[0]
 
 
-@pytest.mark.parametrize("name", RECOMPUTE)
+@pytest.mark.parametrize("name", some_of(RECOMPUTE, "block 1"))  # test_packing.py has both in one process
 @pytest.mark.parametrize(
     ("model", "layout"), all_but([(model, layout) for model in RECOMPUTED for layout in RECOMPUTED[model]], *SLOW[-1:])
 )

@@ -25,7 +25,7 @@ from tests.kinds import Layout
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.packing import ROWS, forward_backward, make_rows, pack
 from tests.parallel.parity import CASES, make_model
-from tests.tiers import all_but, selected, some_of
+from tests.tiers import selected, some_of
 
 pytestmark = pytest.mark.gloo
 
@@ -134,7 +134,7 @@ def computed(request, tmp_path_factory) -> dict[str, list[list[Step]]]:
     return results
 
 
-every_layout = pytest.mark.parametrize("layout", all_but(LAYOUTS, "PP2", "PP4", "PP2 MTP apart"))
+every_layout = pytest.mark.parametrize("layout", some_of(LAYOUTS, "PP2xVPP2", "PP2xCP2"))
 
 
 @every_layout

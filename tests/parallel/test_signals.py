@@ -19,6 +19,7 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.parallel.launch import prepare_session
 from tests.parallel.runs import metrics_of, start
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.conftest import options_in
 from tests.train.prepared import prepare
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"DP2": {}, "PP2": {"pipeline_model_paralle
 
 
 def train_with_and_without_a_signal(jobs: Sequence[SftArgs], ports: Sequence[int]) -> None:
-    """Run triples of jobs: an uninterrupted one, one that rank 1 ends in its first evaluation, and one that resumes.
+    """Run three jobs: an uninterrupted one, one that rank 1 ends in its first evaluation, and one that resumes.
 
     The first one evaluates all micro-batches as one group.
     """
@@ -61,15 +62,12 @@ def fit(args: SftArgs, mesh: Mesh, *, stops: bool) -> int:
     return outcome.stopped_by
 
 
-def test_an_evaluation_ends_on_all_ranks_and_is_repeated(tmp_path):
+@pytest.mark.parametrize("name", some_of(LAYOUTS, "PP2"))
+def test_an_evaluation_ends_on_all_ranks_and_is_repeated(tmp_path, name):
     make = options_in(tmp_path, make_tiny_hf(tmp_path / "hf", "qwen3", depth=1, with_tokenizer=True))
     usual = {"micro_batch_size": 1, "eval_steps": 2, "split_dataset_ratio": 0.4}
-    jobs = []
-    for name, layout in LAYOUTS.items():
-        stopped = make(output_dir=str(tmp_path / f"{name} stopped"), **usual, **layout)
-        unbroken = replace(stopped, output_dir=str(tmp_path / f"{name} unbroken"))
-        jobs += [unbroken, stopped, replace(stopped, resume=True)]
-    start(2, train_with_and_without_a_signal, jobs)
-    for unbroken, stopped in zip(jobs[::3], jobs[1::3], strict=True):
-        assert (Path(stopped.output_dir) / "checkpoint-2").is_dir()
-        assert metrics_of(stopped) == metrics_of(unbroken)
+    stopped = make(output_dir=str(tmp_path / "stopped"), **usual, **LAYOUTS[name])
+    unbroken = replace(stopped, output_dir=str(tmp_path / "unbroken"))
+    start(2, train_with_and_without_a_signal, [unbroken, stopped, replace(stopped, resume=True)])
+    assert (Path(stopped.output_dir) / "checkpoint-2").is_dir()
+    assert metrics_of(stopped) == metrics_of(unbroken)

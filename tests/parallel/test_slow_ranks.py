@@ -85,6 +85,7 @@ def train_with_a_slow_reference(args: DpoArgs, seconds: float) -> int:
     return train(args)
 
 
+@pytest.mark.slow
 def test_ranks_without_the_reference_model_do_not_wait_for_all_of_it(args, tmp_path):
     """Two of three ranks hold the reference model. The third rank would wait 1.5 times the timeout for all pairs."""
     layout = {"ref_pipeline_model_parallel_size": 2, "train_iters": 4}

@@ -48,7 +48,8 @@ def options(directory: Path, way: str) -> tuple[SftArgs, SftArgs]:
     return args, replace(args, stream_trunk=True, stream_trunk_gb=1e-5, **other)
 
 
-@pytest.mark.parametrize("way", some_of(WAYS, "TP2+SP, fit"))
+# The trunk of a run that is killed is compared too, below.
+@pytest.mark.parametrize("way", some_of(WAYS))
 def test_same_bits(tmp_path, way):
     check_same_bits(tmp_path, *options(tmp_path, way))
 

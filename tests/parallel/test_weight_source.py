@@ -85,7 +85,7 @@ def send_both_parts(layout: ParallelLayout, hf_dir: Path) -> dict[str, dict[str,
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen3", ParallelLayout(tensor_model_parallel_size=2)),
+        pytest.param("qwen3", ParallelLayout(tensor_model_parallel_size=2), marks=pytest.mark.slow),
         ("deepseek_v3", ParallelLayout(pipeline_model_parallel_size=2)),
     ],
 )

@@ -32,6 +32,7 @@ from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
 from tests.parallel.launch import launch
+from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo  # a process for each
 SHIMS = ["device_literal", "tensor_type", "patch_current_device", "patch_synchronize", "patch_rng_state"]
@@ -118,6 +119,7 @@ def test_a_step_and_a_save_run_with_all_shims(tmp_path):
     launch(1, step_and_save, "", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shim", SHIMS)
 def test_each_shim_is_needed(tmp_path, shim):
     with pytest.raises(ProcessRaisedException) as raised:
@@ -125,7 +127,7 @@ def test_each_shim_is_needed(tmp_path, shim):
     assert_of_cuda(raised.value)
 
 
-@pytest.mark.parametrize("shim", ["", *SHIMS_OF_EXPERTS])
+@pytest.mark.parametrize("shim", some_of(["", *SHIMS_OF_EXPERTS], ""))
 def test_each_shim_of_experts_is_needed(tmp_path, shim):
     step = partial(step_and_save, expert_model_parallel_size=2, moe_shared_expert_overlap=True)
     if not shim:

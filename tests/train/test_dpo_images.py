@@ -18,6 +18,7 @@ from swiftlite.data.sample import Sample
 from tests.data.images import noise
 from tests.images import SampleRow, VisionReference, make_vision_hf_with_tokenizer
 from tests.messages import naming
+from tests.tiers import some_of
 from tests.tiny import per_expert
 from tests.train.pairs import LOSSES, first_step, train
 from tests.train.prepared import prepare
@@ -140,7 +141,7 @@ def check_gradients(hf_dir: Path, found: dict[str, torch.Tensor], expected: dict
 # tests/train/test_dpo.py has the other losses. With orpo, rows are packed and there is no reference model.
 @pytest.mark.parametrize(
     ("family", "loss_type"),
-    [("qwen3_5", "orpo"), ("qwen2_5_vl", "sigmoid"), ("qwen3_vl", "sigmoid")],
+    some_of([("qwen3_5", "orpo"), ("qwen2_5_vl", "sigmoid"), ("qwen3_vl", "sigmoid")], ("qwen3_vl", "sigmoid")),
     indirect=["family"],
 )
 def test_loss_and_gradients_are_those_of_transformers(options, mesh, models, family, loss_type):
@@ -208,7 +209,7 @@ def test_kto_is_that_of_transformers(options, mesh, models, family):
 @pytest.mark.parametrize(
     ("more", "trained"),
     [
-        ({"tuner_type": "lora", "lora_rank": 4}, {"trunk", "heads"}),
+        pytest.param({"tuner_type": "lora", "lora_rank": 4}, {"trunk", "heads"}, marks=pytest.mark.slow),
         ({"freeze_llm": True, "freeze_aligner": False, "aligner_lr": 1e-3, **RATED}, {"aligner", "heads"}),
     ],
     ids=["lora", "aligner, kto"],
@@ -262,6 +263,7 @@ def test_a_reference_that_divides_images_otherwise_is_refused(options, mesh, mod
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
+@pytest.mark.slow
 def test_acceptance_has_prompts_with_images(options, mesh):
     held_out = {"split_dataset_ratio": 0.4, "acceptance_samples": 4, "acceptance_max_new_tokens": 4}
     run = train_and_measure(options(global_batch_size=3, train_iters=1, **held_out), mesh)

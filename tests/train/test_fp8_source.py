@@ -80,7 +80,7 @@ def check(model: Path, hf: Path, trained: dict[str, torch.Tensor]) -> tuple[set[
     ("family", "name", "run_options"),
     [
         ("qwen3", "fp8_blocks_bf16", LORA),
-        ("glm4_moe", "fp8_blocks", FULL),
+        pytest.param("glm4_moe", "fp8_blocks", FULL, marks=pytest.mark.slow),
         ("deepseek_v3", "fp8_blocks", HEADS),
     ],
     ids=["some projections", "everything", "heads"],
@@ -117,6 +117,7 @@ def test_a_run_that_changes_nothing_changes_no_byte(options, mesh, tmp_path):
     assert read_config(hf) == read_config(model)
 
 
+@pytest.mark.slow
 def test_scales_of_powers_of_two(options, mesh, tmp_path):
     model = make(tmp_path, "fp8_blocks", "qwen3", depth=1)
     config = json.loads((model / "config.json").read_text())
@@ -132,6 +133,7 @@ def test_scales_of_powers_of_two(options, mesh, tmp_path):
         assert bool((mantissa == 0.5).all())
 
 
+@pytest.mark.slow
 def test_new_heads_are_plain(options, mesh, tmp_path):
     """They are listed, and the trunk keeps its codes."""
     model = make(tmp_path, "fp8_blocks_bf16", "qwen3", depth=0)
@@ -146,6 +148,7 @@ def test_new_heads_are_plain(options, mesh, tmp_path):
     assert audit_hf(hf, resolve(hf).family) == []
 
 
+@pytest.mark.slow
 def test_quantized_heads_can_be_written_plain(options, mesh, tmp_path):
     model = make(tmp_path, "fp8_blocks", "qwen3", depth=1)
     run = train(options(model=str(model), **FULL), mesh)
@@ -156,6 +159,7 @@ def test_quantized_heads_can_be_written_plain(options, mesh, tmp_path):
     assert audit_hf(hf, resolve(hf).family) == []
 
 
+@pytest.mark.slow
 def test_other_blocks_are_a_new_layout(options, mesh, tmp_path):
     model = make(tmp_path, "fp8_blocks_bf16", "qwen3", depth=1)
     run = train(options(model=str(model), lr=1e-30, **FULL), mesh)
@@ -164,6 +168,7 @@ def test_other_blocks_are_a_new_layout(options, mesh, tmp_path):
     assert stored(hf)["model.layers.0.mlp.up_proj.weight_scale_inv"].dtype is torch.float32
 
 
+@pytest.mark.slow
 def test_plain_heads_of_the_model_are_not_quantized(options, mesh, tmp_path):
     plain = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
     model = quantized.quantize_hf(plain, tmp_path / "model", "fp8_blocks", block=False)

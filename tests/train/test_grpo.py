@@ -23,6 +23,7 @@ from swiftlite.rollouts.generation import Generation
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.completions import (
     first_step,
@@ -129,7 +130,7 @@ def line_vocabulary(hf_dir: Path) -> int:
     return json.loads((hf_dir / "config.json").read_text())["vocab_size"]
 
 
-@pytest.mark.parametrize(("speculative", "temperature"), [("mtp", 0.7), ("none", 1.0)])
+@pytest.mark.parametrize(("speculative", "temperature"), some_of([("mtp", 0.7), ("none", 1.0)], ("mtp", 0.7)))
 def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temperature, speculative):
     args = options(temperature=temperature, speculative=speculative, train_iters=1, steps_per_generation=2)
     run = train(args, mesh)
@@ -146,7 +147,11 @@ def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temp
         pytest.param({"steps_per_generation": 2, "num_iterations": 2}, 2, marks=pytest.mark.slow),
         (DYNAMIC, 1),
         pytest.param({"eval_steps": 1}, 2, marks=pytest.mark.slow),
-        ({"teacher_kl_coef": 2.0, "num_iterations": 2, "reward_funcs": [], "reward_weights": []}, 1),
+        pytest.param(
+            {"teacher_kl_coef": 2.0, "num_iterations": 2, "reward_funcs": [], "reward_weights": []},
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_path, changed, stop):
@@ -195,6 +200,7 @@ def test_the_reference_is_computed_for_stored_rollouts(options, whole, mesh, tmp
     assert first_step(options(**stored), mesh)[0]["kl"] > 0.01
 
 
+@pytest.mark.slow
 def test_a_model_without_heads_is_trained(options, mesh):
     run = train(options(mtp_num_layers=0, train_iters=1), mesh)
     (line,) = metrics(run)
@@ -214,7 +220,9 @@ def test_reward_functions_are_loaded_before_the_model(options, mesh, hf_dir, tmp
         prepare(args, mesh)
 
 
-@pytest.mark.parametrize(("reward", "unscored"), [("return [0.5] * len(completions)", 0), (NOTHING, 12)])
+@pytest.mark.parametrize(
+    ("reward", "unscored"), some_of([("return [0.5] * len(completions)", 0), (NOTHING, 12)], (NOTHING, 12))
+)
 def test_rewards_without_a_difference_are_counted(options, mesh, reward, unscored, hf_dir):
     """All rewards are equal, or there is no reward. The policy loss has no gradient, and the run goes on."""
     args = options(reward_funcs=["flat"], reward_weights=[], mtp_num_layers=0, train_iters=1, weight_decay=0.0)
@@ -269,7 +277,7 @@ def test_groups_without_a_difference_are_replaced(options, mesh, tmp_path):
 
 @pytest.mark.parametrize(
     ("reward", "further"),
-    [(NOTHING, 3), ("raise ValueError", 0)],
+    some_of([(NOTHING, 3), ("raise ValueError", 0)], ("raise ValueError", 0)),
 )
 def test_groups_stay_if_there_is_no_replacement(options, mesh, reward, further):
     """All prompts have been tried, or a failed function scores none."""
@@ -307,9 +315,9 @@ def test_damaged_rollouts_are_named(options, mesh, tmp_path, damage, named):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"temperature": 0.5}, "--temperature"),
+        pytest.param({"temperature": 0.5}, "--temperature", marks=pytest.mark.slow),
         ({"seed": 7}, "--dataset --seed"),
-        ({"steps_per_generation": 2}, "24 --steps_per_generation"),
+        pytest.param({"steps_per_generation": 2}, "24 --steps_per_generation", marks=pytest.mark.slow),
     ],
 )
 def test_rollouts_of_another_run_are_refused(options, mesh, tmp_path, changed, named):
@@ -320,7 +328,10 @@ def test_rollouts_of_another_run_are_refused(options, mesh, tmp_path, changed, n
         first_step(options(**usual | changed), mesh)
 
 
-@pytest.mark.parametrize(("place", "steps", "named"), [("rollouts", 2, "1 2 --train_iters"), ("", 1, "rollouts")])
+@pytest.mark.parametrize(
+    ("place", "steps", "named"),
+    some_of([("rollouts", 2, "1 2 --train_iters"), ("", 1, "rollouts")], ("rollouts", 2, "1 2 --train_iters")),
+)
 def test_missing_generations_are_named_before_the_first_step(options, mesh, tmp_path, place, steps, named):
     args = options(rollouts_from=str(tmp_path / place), train_iters=steps)
     store(args, mesh, tmp_path / "rollouts")
@@ -363,6 +374,7 @@ def test_rows_that_leave_room_for_a_completion_are_not_truncated(options, mesh):
     assert (data.report.total.kept, data.report.total.truncated) == (6, 0)
 
 
+@pytest.mark.slow
 def test_prompts_without_room_are_named(options, mesh):
     """The hint is the length that prompt and completion need."""
     with pytest.raises(UserError) as caught:

@@ -153,6 +153,7 @@ def test_the_number_of_held_out_prompts_is_limited(options, mesh):
     assert [each["eval_reward"] for each in found.values()] == [4, 4]
 
 
+@pytest.mark.slow
 def test_rows_without_a_column_are_scored_without_it(options, mesh, tmp_path):
     """Only one prompt has the column. Some generations, and the held-out prompt, do not have it."""
     rows = [{"query": f"What is {n}?"} | ({"answer": "1"} if n == 1 else {}) for n in range(6)]

@@ -120,6 +120,7 @@ def check_that_nothing_changes(options, mesh, tmp_path, passes, family, more) ->
     assert (len(changed), no_passes) == (len(plain), 0)
 
 
+@pytest.mark.slow
 def test_rows_keep_their_states_in_another_order(options, mesh, tmp_path, passes):
     """The seed selects the held-out rows, so another seed uses the same rows in other roles."""
     cached = HEADS | {"cache_trunk_states": str(tmp_path / "cache")}
@@ -277,7 +278,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], int]] = {
 }
 
 
-@pytest.mark.parametrize("damage", some_of(DAMAGES, "a bit", "cut to one", "exchanged"))
+@pytest.mark.parametrize("damage", some_of(DAMAGES, "a bit", "exchanged"))
 def test_damaged_states_are_computed_again(options, mesh, tmp_path, passes, damage):
     cache = tmp_path / "cache"
     args = options(**HEADS, cache_trunk_states=str(cache))

@@ -81,10 +81,10 @@ def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     ("more", "trained"),
     [
-        ({"tuner_type": "lora", "lora_rank": 4}, {"trunk", "heads"}),
+        pytest.param({"tuner_type": "lora", "lora_rank": 4}, {"trunk", "heads"}, marks=pytest.mark.slow),
         ({"freeze_vit": False, "vit_lr": 1e-3}, {"trunk", "heads", "tower"}),
         ({"freeze_llm": True, "freeze_aligner": False}, {"aligner", "heads"}),
-        ({"mtp_mode": "heads_only"}, {"heads"}),
+        pytest.param({"mtp_mode": "heads_only"}, {"heads"}, marks=pytest.mark.slow),
         ({"padding_free": True, "freeze_vit": False, "freeze_aligner": False}, {"trunk", "heads", "tower", "aligner"}),
     ],
     ids=["lora", "tower", "aligner", "heads", "packed"],
@@ -145,6 +145,7 @@ def test_each_image_is_decoded_once_per_step_and_evaluation(seeing, mesh, decode
     assert sorted(decoded) == images_of(run.data.val)
 
 
+@pytest.mark.slow
 def test_stored_states_of_the_trunk_replace_images(seeing, mesh, decoded, tmp_path):
     cached = {"mtp_mode": "heads_only", "cache_trunk_states": str(tmp_path / "cache"), "micro_batch_size": 1}
     run = prepare(seeing(**ONE_STEP | cached), mesh)

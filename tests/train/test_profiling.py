@@ -81,6 +81,7 @@ def test_an_error_within_the_steps_loses_no_profile(options, mesh):
     assert files(run.output_dir) == both("steps-1-1-rank-0")
 
 
+@pytest.mark.slow
 def test_a_profile_that_cannot_be_written_fails_no_run(options, mesh, tmp_path, caplog):
     logger.propagate = True
     (tmp_path / "run").mkdir()
@@ -90,6 +91,7 @@ def test_a_profile_that_cannot_be_written_fails_no_run(options, mesh, tmp_path, 
     assert has_line(caplog.text, "--profile_steps run/profile")
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_cut_off_leaves_no_file(options, mesh, monkeypatch):
     def cut_off(self, path: str) -> None:
         Path(path).write_bytes(b"half of a tra")

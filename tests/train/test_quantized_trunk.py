@@ -21,6 +21,7 @@ from swiftlite.families.resolved import resolve
 from swiftlite.plan.heads import LR_ON_QUANTIZED_TRUNK
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from tests.messages import naming
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.test_sft import metrics, train
 
@@ -70,7 +71,7 @@ def split_by_mtp(directory: Path, tensors: dict[str, torch.Tensor]) -> tuple[dic
     return {key: tensor for key, tensor in tensors.items() if key not in heads}, heads
 
 
-@pytest.mark.parametrize("name", ["int4_asym", "fp8_blocks_bf16", "gptq"])
+@pytest.mark.parametrize("name", some_of(["int4_asym", "fp8_blocks_bf16", "gptq"], "gptq"))
 def test_the_file_of_the_trunk_is_kept(options, mesh, tmp_path, name):
     model = make(tmp_path, name)
     hf = export(train(options(model=str(model), **NEW), mesh), mesh)
@@ -87,7 +88,9 @@ def test_the_file_of_the_trunk_is_kept(options, mesh, tmp_path, name):
     assert changed
 
 
-@pytest.mark.parametrize(("family", "name"), [("deepseek_v3", "int8"), ("mimo", "gptq")])
+@pytest.mark.parametrize(
+    ("family", "name"), some_of([("deepseek_v3", "int8"), ("mimo", "gptq")], ("deepseek_v3", "int8"))
+)
 def test_trained_heads_replace_quantized_ones(options, mesh, tmp_path, family, name):
     """The trunk's tensors keep their bytes, although they share a file with the old heads."""
     model = make(tmp_path, name, family, depth=1)
@@ -120,6 +123,7 @@ def test_training_is_that_on_the_dequantized_model(options, mesh, tmp_path):
     assert_same_bits(stored(export(runs[0].rename(tmp_path / "again"), mesh, dequantize=True)), stored(written[1]))
 
 
+@pytest.mark.slow
 def test_heads_of_a_quantized_model_have_their_own_learning_rate(options, mesh, tmp_path):
     """Without --lr, the existing heads of a quantized model are trained at the rate that was measured for them."""
     rates = {}
@@ -130,6 +134,7 @@ def test_heads_of_a_quantized_model_have_their_own_learning_rate(options, mesh, 
     assert rates == {"int4": LR_ON_QUANTIZED_TRUNK, "plain": 1e-5}
 
 
+@pytest.mark.slow
 def test_sharded_files_keep_their_names(options, mesh, tmp_path):
     model = make(tmp_path, "int8", depth=1)
     tensors = load_file(model / "model.safetensors")
@@ -148,6 +153,7 @@ def test_sharded_files_keep_their_names(options, mesh, tmp_path):
     assert audit_hf(hf, resolve(hf).family) == []
 
 
+@pytest.mark.slow
 def test_exports_of_a_run(options, mesh, tmp_path):
     """Heads can be removed again, and a model that has changed is refused."""
     model = make(tmp_path, "int8")
@@ -174,6 +180,7 @@ def test_exports_of_a_run(options, mesh, tmp_path):
     assert "quantization_config" not in read_config(hf)
 
 
+@pytest.mark.slow
 def test_only_a_quantized_model_is_dequantized(options, mesh, tmp_path):
     model = make_tiny_hf(tmp_path / "plain", "qwen3", with_tokenizer=True)
     run = train(options(model=str(model), **NEW), mesh)

@@ -166,6 +166,7 @@ def test_a_stream_resumes_over_rows_that_it_has_not_read(options, mesh):
         training.make_trainer(run, phases.restore(run))
 
 
+@pytest.mark.slow
 def test_a_stream_of_an_earlier_release_does_not_resume_over_longer_files(options, mesh):
     args = options(train_iters=2, streaming=True, split_dataset_ratio=0.0)
     train(args, mesh)
@@ -193,6 +194,7 @@ def test_heads_alone_learn_and_the_report_proves_it(options, mesh):
     assert tensors["frozen_tensors"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_without_steps_measures_and_saves_the_initialized_heads(options, mesh):
     """`--train_iters 0` exports heads that are only fitted: there is nothing to compare, so they are measured once."""
     args = options(mtp_mode="heads_only", train_iters=0, acceptance_samples=2, acceptance_max_new_tokens=4)
