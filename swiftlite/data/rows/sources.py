@@ -304,7 +304,7 @@ LONGEST_LINE = 1 << 28
 COMPRESSIONS = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 """pyarrow's names of the compressions, by extension."""
 MAGIC_BYTES = {".jsonl.gz": b"\x1f\x8b", ".jsonl.zst": b"\x28\xb5\x2f\xfd"}
-"""The first bytes of the archives, which are no UTF-8."""
+"""The first bytes of the archives, which are not valid UTF-8."""
 
 
 def _parse_line(raw: bytes, path: Path) -> Any:
