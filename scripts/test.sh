@@ -50,19 +50,21 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Tests compare with what a CPU computes; models of the session would be on a GPU, their inputs not.
 [ "$tier" = gpu ] || export CUDA_VISIBLE_DEVICES=
 if [ "$tier" = all ]; then
-    # During the tests, which often wait. All layers are installed, so that nothing changes the tests' environment.
+    # During the tests, which often wait. All layers are installed, so that nothing changes the tests' environment. In a
+    # session of its own, because the shell would protect it from Ctrl-C, and its children end with it.
     checked=$(mktemp)
-    bash scripts/check.sh >"$checked" 2>&1 &
-    trap 'kill "$!" 2>/dev/null || true; rm -f "$checked"' EXIT
+    setsid bash scripts/check.sh >"$checked" 2>&1 &
+    checks=$!
+    trap 'kill -- "-$checks" 2>/dev/null || true; rm -f "$checked"' EXIT
     set -- --durations=40 "$@" # the slowest tests, because the time of this tier is limited
 fi
 # Three files at a time, because many tests wait for servers. The tests of a file share what they trained, so they stay
 # together. A later -n takes precedence.
 workers=3
 [ "$tier" != gpu ] || workers=0
-python -m pytest -n $workers --dist loadfile --no-loadscope-reorder -m "$markers" "$@" || status=1
-if [ "$tier" = all ] && ! wait "$!"; then
-    cat "$checked"
-    status=1
+python -m pytest -n $workers --dist loadfile --no-loadscope-reorder -m "$markers" "$@" || status=$?
+if [ "$tier" = all ] && [ $status -ne 2 ]; then # 2: Ctrl-C
+    wait "$checks" || { cat "$checked"; status=1; }
+    trap 'rm -f "$checked"' EXIT
 fi
 exit $status

@@ -389,7 +389,7 @@ def values_from_file(
         command: words of the command that reads the file; a file of another command is a problem. If empty, files of
             all commands are accepted.
     """
-    known, without = options(args_class, choices), unsupported(args_class)
+    known, without = options(args_class, choices, with_unsupported=True), unsupported(args_class)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     entries = read_file(path)
@@ -402,18 +402,18 @@ def values_from_file(
         return {}, [(f"{where}: the file has options of {written_for}, not of {command}", hint)]
     for key, (value, where) in entries.items():
         name = str(key).replace("-", "_")
-        if name in without:
-            if value != getattr(args_class, name):  # args.json of a run has their defaults
-                problem, hint = not_supported(name, command or "this command", without[name])
-                problems.append((f"{where}: {problem}", hint))
-            continue
         if name not in known:
-            problems.append((f"{where}: unknown option {key}", _suggestion(name, known, command)))
+            hint = _suggestion(name, known.keys() - without.keys(), command)
+            problems.append((f"{where}: unknown option {key}", hint))
             continue
         try:
             values[name] = convert(known[name], value)
         except UserError as error:
             problems.append((f"{where}: invalid value for {key}: {error.problem}", error.hint))
+            continue
+        if name in without and values[name] != known[name].default:  # args.json of a run has the defaults
+            problem, _ = not_supported(name, command or "this command", without[name])
+            problems.append((f"{where}: {problem}", f"remove {key}"))
     return values, problems
 
 

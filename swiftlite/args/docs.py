@@ -35,8 +35,12 @@ def unsupported(args_class: type) -> Mapping[str, str]:
     return getattr(args_class, "UNSUPPORTED", {})
 
 
-def options(args_class: type, choices: Choices | None = None) -> dict[str, Option]:
-    """Return the options of a command or of a group by name, in the order of `--help`."""
+def options(args_class: type, choices: Choices | None = None, *, with_unsupported: bool = False) -> dict[str, Option]:
+    """Return the options of a command or of a group by name, in the order of `--help`.
+
+    Args:
+        with_unsupported: whether to include the fields in `unsupported`.
+    """
     types = typing.get_type_hints(args_class)
     for name, values in (choices or {}).items():
         kind: Any = Literal[tuple(values)]
@@ -48,7 +52,7 @@ def options(args_class: type, choices: Choices | None = None) -> dict[str, Optio
         owners |= dict.fromkeys(inspect.get_annotations(owner), owner)
     found = {}
     for field in dataclasses.fields(args_class):
-        if field.name in unsupported(args_class):
+        if field.name in unsupported(args_class) and not with_unsupported:
             continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:

@@ -34,7 +34,7 @@ def parse(
     Raises:
         OptionError: arguments are invalid; the error lists all of them, with similar options if there are any.
     """
-    known, without = options(args_class, choices), unsupported(args_class)
+    known, without = options(args_class, choices, with_unsupported=True), unsupported(args_class)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     if argv and not argv[0].startswith("-"):
@@ -46,11 +46,9 @@ def parse(
     seen = set()
     for flag, texts in flags:
         name = name_of(flag)
-        if name in without:
-            problems.append(not_supported(name, command, without[name]))
-            continue
         if name not in known:
-            problems.append((f"unknown option {flag} for swiftlite {command}", _suggest(name, known, command)))
+            hint = _suggest(name, known.keys() - without.keys(), command)
+            problems.append((f"unknown option {flag} for swiftlite {command}", hint))
             continue
         if name in seen and _takes_list(known[name]):
             problems.append((f"--{name} is given twice", f"write all values after one flag: --{name} FIRST SECOND"))
@@ -62,6 +60,9 @@ def parse(
             values[name] = _value(known[name], texts)
         except UserError as error:
             problems.append((f"invalid value for --{name}: {error.problem}", error.hint))
+            continue
+        if name in without and values[name] != known[name].default:
+            problems.append(not_supported(name, command, without[name]))
     if problems:
         raise OptionError(problems)
     return args_class(**values), notes

@@ -30,7 +30,7 @@ def method_of(args: SftArgs) -> Method:
 def training_commands() -> dict[str, Method]:
     """Return the training commands, by their words, each with its first method in `METHODS`.
 
-    Methods of one command have the same help and the same unsupported options, so those of the first method are used.
+    Methods of one command have the same help and the same options class, so those of the first method are used.
     `megatron dpo` uses those of DPO, also for KTO.
     """
     found: dict[str, Method] = {}

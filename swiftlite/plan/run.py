@@ -412,7 +412,7 @@ def _global_batch(plan: Plan) -> str:
 
 def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
     if args.train_iters == 0:
-        steps = "0 (--train_iters): new heads are fitted, measured and saved; nothing is trained"
+        steps = "0 (--train_iters): nothing is trained; heads are saved as they were initialized"
     elif args.train_iters is not None:
         steps = f"{args.train_iters} (--train_iters)"
     elif schedule:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,7 +239,7 @@ class Rollouts:
         return generation
 
 
-def with_policy_of_engine(generation: Generation, path: object) -> Generation:
+def with_policy_of_engine(generation: Generation, path: Path) -> Generation:
     """Return the completions of another run with the log-probabilities of the policy that generated them.
 
     Those of the engine are used if the run did not compute its own. The policy of this run is another one, as soon as

@@ -43,7 +43,8 @@ def check(args: Any, world_size: int = 1) -> list[str]:
         Notes: settings that have no effect, and why.
 
     Raises:
-        OptionError: an option is invalid; the error lists every problem.
+        OptionError: an option is invalid; the error lists every problem. Problems of texts, and options that the
+            command does not have, are reported before all others.
     """
     problems: list[Problem] = []
     for part in (args.own, args.run) if isinstance(args, PlannedRun) else (args,):

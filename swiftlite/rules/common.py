@@ -47,8 +47,9 @@ def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
 
 def options_are_of_the_command(args: Any) -> Iterator[Problem]:
     """Reject options that the command does not have, which code can set; the command line rejects them earlier."""
+    known = options(type(args), with_unsupported=True)
     for name, why in unsupported(type(args)).items():
-        if getattr(args, name) != getattr(type(args), name):
+        if getattr(args, name) != known[name].default:
             yield not_supported(name, method_of(args).words, why)
 
 

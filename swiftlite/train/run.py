@@ -280,7 +280,10 @@ def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
     if plan.lora is None:
         has_tower = hf_model.tower is not None
         if args.freeze_llm and not has_tower:
-            raise UserError("--freeze_llm true requires rows with images", "to train only heads: --mtp_mode heads_only")
+            raise UserError(
+                "--freeze_llm true requires rows with images",
+                "to train only heads: swiftlite megatron sft --mtp_mode heads_only",
+            )
         trained = [f"--{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(args, name)]
         if trained and not has_tower:
             given = " and ".join(trained)

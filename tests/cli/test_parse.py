@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import DoctorArgs, DpoArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.cli.parse import parse
 from tests.messages import mention_each, mentions, naming
@@ -84,6 +84,25 @@ def test_all_problems_of_file_and_flags_come_together(tmp_path):
         ],
     )
     assert mentions(str(raised.value), "7")
+
+
+def test_an_option_that_the_command_does_not_have_may_have_its_default(tmp_path):
+    """args.json of a run has all fields, and YAML files share options of several commands."""
+    (tmp_path / "run.yaml").write_text('streaming: "false"\nstream_trunk_gb: "4"\ncache_trunk_states: none\n')
+    argv = [str(tmp_path / "run.yaml"), "--mtp_mode", "joint", "--seed", "7"]
+    assert parse(DpoArgs, argv, "megatron dpo") == (DpoArgs(seed=7), [])
+    (tmp_path / "run.yaml").write_text("stream_trunk_gb: 5\nstreaming: 2\n")
+    with pytest.raises(OptionError) as raised:
+        parse(DpoArgs, [str(tmp_path / "run.yaml"), "--mtp_mode", "heads_only", "--mtp_mod", "joint"], "megatron dpo")
+    place = f"{tmp_path}/run.yaml"
+    expected = [
+        f"{place}:1 --stream_trunk_gb megatron dpo",
+        f"{place}:2 streaming",
+        "--mtp_mode megatron dpo",
+        "--mtp_mod",
+    ]
+    assert mention_each(raised.value.problems, expected)
+    assert "--mtp_mode" not in raised.value.problems[-1].partition("\n")[2]
 
 
 @pytest.mark.parametrize(

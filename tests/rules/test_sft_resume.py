@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
+from swiftlite.args.commands import DpoArgs
 from swiftlite.runtime.lock import only_run_in
 from tests.messages import mention_each, mentions
 from tests.rules.good import SFT, problems_of
@@ -90,6 +91,16 @@ def test_resume_takes_what_messages_about_bad_steps_advise(here):
     advised = {"mtp_loss_scaling_factor": 0.05, "lr": 1e-4, "min_lr": 1e-6, "clip_grad": 0.5, "skip_bad_steps": 6.0}
     notes = rules.check(dataclasses.replace(began, resume=True, **advised))
     assert mention_each(notes, [f"--{name} {value}" for name, value in advised.items()])
+
+
+def test_a_run_of_a_release_with_more_options_resumes(here):
+    """They had no effect in the command, and cannot be given any more."""
+    began = DpoArgs(model="plain", dataset=["train.jsonl"], output_dir="run", train_iters=30)
+    saved = dataclasses.asdict(began) | {"command": "megatron dpo", "streaming_buffer_size": 500}
+    Path("run/args.json").write_text(json.dumps(saved))
+    rules.check(dataclasses.replace(began, resume=True))
+    ((problem, _),) = problems_of(dataclasses.replace(began, resume=True, beta=0.7))
+    assert mentions(problem, "--resume --beta")
 
 
 def test_resume_without_a_checkpoint_keeps_the_options_as_well(here):

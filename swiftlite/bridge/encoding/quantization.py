@@ -1,6 +1,6 @@
 """Read the quantization_config of a config.json, and check whether it is supported. This module does not import torch.
 
-Other modules read quantization_config only through `Quantization`.
+Other modules read the content of quantization_config only through `Quantization`.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,6 +48,8 @@ class Quantization:
     @property
     def format(self) -> str:
         """The format inside compressed-tensors, such as "pack-quantized"; empty for other methods."""
+        if self.method != "compressed-tensors":
+            return ""
         return str(self.content.get("format") or "")
 
     @property

@@ -476,8 +476,9 @@ def _encoding_hint(path: Path) -> str:
         begin = file.read(4)
     for extension, magic in MAGIC_BYTES.items():
         if begin.startswith(magic):
-            renamed = path.with_suffix(extension)
-            return f"it is compressed: decompress it, or rename it if each line is a row: {renamed}"
+            if path.suffix == ".jsonl":
+                return f"it is compressed: name it {path.with_suffix(extension)}"
+            return "it is compressed: decompress it"
     encoding = "UTF-16" if begin[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
     return f"convert it: iconv -f {encoding} -t UTF-8 {path} > new{path.suffix}"
 

@@ -127,6 +127,7 @@ def builds_quantized(
     if method == "fp8":
         not_converted = content.get("ignored_layers") or not_converted
         return not _are_listed(not_converted, module, matching)
+    assert method == "awq"
     if matching.reads_files and not not_converted:
         not_converted = [name for name, quantized in is_quantized.items() if not quantized]
     compared_names = module.shards

@@ -29,7 +29,8 @@ from swiftlite.families.serving.convention import Convention
 from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
 
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
-"""Values of `Quantization.method` whose lists are known."""
+"""Values of `Quantization.method` whose lists are known: each has a branch in `with_heads_kept` and in
+`built.builds_quantized`."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def with_heads_kept(
         whole = [block + name for block in blocks for name in _in_engines(in_block, family)]
         result[key] = _added(content.get(key), whole + names)
     else:
+        assert method == "awq"
         # Without a list, vLLM takes it from the files, whose names can differ, and SGLang quantizes all modules.
         listed = content.get("modules_to_not_convert") or _plain_in_trunk(family, hf_config)
         result["modules_to_not_convert"] = _added(listed, blocks + names)

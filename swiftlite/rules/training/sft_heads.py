@@ -5,6 +5,7 @@ from pathlib import Path
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.docs import unsupported
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.families import FAMILIES
 from swiftlite.families.serving import stock
@@ -217,6 +218,8 @@ def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
 
 
 def graft_is_given_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.mtp_init == "graft" and "mtp_graft_from" in unsupported(type(args)):
+        return  # `grpo.heads_can_follow` reports it
     if args.mtp_init == "graft" and args.mtp_graft_from is None:
         yield "--mtp_init graft requires --mtp_graft_from", "add --mtp_graft_from DIR"
     elif args.mtp_init != "graft" and args.mtp_graft_from is not None:

@@ -89,7 +89,7 @@ def heads_and_adapters_go_together(args: SftArgs, facts: Facts) -> Iterator[Prob
     if has_new_heads and tuner != "full":
         yield (
             f"--mtp_tuner {tuner} does not support new heads, which must first be trained in full",
-            "remove --mtp_tuner, or train heads first: --tuner_type full --mtp_mode heads_only",
+            "remove --mtp_tuner, or train heads first: swiftlite megatron sft --tuner_type full --mtp_mode heads_only",
         )
     elif args.mtp_mode == "heads_only" and tuner != "lora":
         hint = "add --mtp_tuner lora"

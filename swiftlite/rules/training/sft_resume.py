@@ -10,6 +10,7 @@ from typing import Any
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.docs import unsupported
 from swiftlite.args.resume import CHANGE_UPDATES, CHANGEABLE
 from swiftlite.base.json_file import read_json
 from swiftlite.methods.index import command_of_run, method_of
@@ -138,6 +139,8 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
         return
     defaults = heads_defaults(args, facts.heads, is_quantized=facts.is_quantized)
     for name, now in vars(args).items():
+        if name in unsupported(type(args)):  # of a release in which the command had the option, without effect
+            continue
         before = saved.get(name, now)
         if name in defaults:  # None and the default that it selects are the same setting
             if before is None:

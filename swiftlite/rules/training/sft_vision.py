@@ -34,5 +34,5 @@ def something_is_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     elif args.freeze_llm and args.freeze_vit and args.freeze_aligner:
         yield (
             "--freeze_llm true requires --freeze_vit false or --freeze_aligner false",
-            "add one of them; to train only the MTP heads, use --mtp_mode heads_only instead",
+            "add one of them; to train only the MTP heads: swiftlite megatron sft --mtp_mode heads_only",
         )
