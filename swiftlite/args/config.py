@@ -403,7 +403,7 @@ def values_from_file(
     for key, (value, where) in entries.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            hint = _suggestion(name, known.keys() - without.keys(), command)
+            hint = _suggestion(name, options(args_class, choices), command)
             problems.append((f"{where}: unknown option {key}", hint))
             continue
         try:

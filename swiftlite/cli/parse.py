@@ -47,7 +47,7 @@ def parse(
     for flag, texts in flags:
         name = name_of(flag)
         if name not in known:
-            hint = _suggest(name, known.keys() - without.keys(), command)
+            hint = _suggest(name, options(args_class, choices), command)
             problems.append((f"unknown option {flag} for swiftlite {command}", hint))
             continue
         if name in seen and _takes_list(known[name]):

@@ -99,8 +99,8 @@ def test_a_run_of_a_release_with_more_options_resumes(here):
     saved = dataclasses.asdict(began) | {"command": "megatron dpo", "streaming_buffer_size": 500}
     Path("run/args.json").write_text(json.dumps(saved))
     rules.check(dataclasses.replace(began, resume=True))
-    ((problem, _),) = problems_of(dataclasses.replace(began, resume=True, beta=0.7))
-    assert mentions(problem, "--resume --beta")
+    ((problem, _),) = problems_of(dataclasses.replace(began, resume=True, seed=5))
+    assert mentions(problem, "--resume --seed")
 
 
 def test_resume_without_a_checkpoint_keeps_the_options_as_well(here):

@@ -30,8 +30,8 @@ def test_the_first_round_is_smaller_within_a_small_budget():
 
 def test_the_first_round_is_smaller_on_a_slow_machine():
     assert first_round(480, seconds_per_prompt=0.01) == 192
-    assert first_round(480, seconds_per_prompt=2.0) == 96  # 192 of the 480 seconds
-    assert first_round(480, seconds_per_prompt=2.0, spent=80) == 80  # 160 of the other 400 seconds
+    assert first_round(480, seconds_per_prompt=2.0) == 108  # 216 of the 480 seconds
+    assert first_round(480, seconds_per_prompt=2.0, spent=80) == 90  # 180 of the other 400 seconds
     assert first_round(480, seconds_per_prompt=99.0) == SMALLEST_ROUND > MIN_ROWS
 
 
