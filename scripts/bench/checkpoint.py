@@ -90,6 +90,12 @@ def measure(directory: Path, repeats: int, is_distributed: bool) -> None:
             dist.barrier()
             return time.perf_counter() - start
 
+        def all_see(path: Path) -> bool:
+            """Return whether the path exists, with the same result on all ranks, which must take equally many steps."""
+            seen = torch.tensor(int(path.exists()))
+            dist.all_reduce(seen, dist.ReduceOp.MIN)
+            return bool(seen)
+
         def cost(way: str, is_async: bool) -> float:
             checkpointer._divided, checkpointer.is_async = ways[way], is_async
             dist.barrier()
@@ -97,7 +103,7 @@ def measure(directory: Path, repeats: int, is_distributed: bool) -> None:
             step = next(steps)
             checkpointer.save(step)
             taken = 0
-            while not (run.output_dir / f"checkpoint-{step}").exists():
+            while not all_see(run.output_dir / f"checkpoint-{step}"):
                 trainer.step(next(steps))
                 checkpointer.poll()
                 taken += 1
