@@ -47,7 +47,7 @@ class GenerationFiles:
 
     @property
     def directory(self) -> Path:
-        """Where the generations are stored: in the run, or in another one (--rollouts_from)."""
+        """The directory of the generations: that of the run, or of another one (--rollouts_from)."""
         if self.args.rollouts_from:
             return Path(self.args.rollouts_from)
         return self.run.output_dir / FOLDER
