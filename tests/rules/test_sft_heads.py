@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
+from swiftlite.args.commands import GkdArgs
 from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
@@ -262,3 +263,11 @@ def test_heads_with_output_layers_draft_all_tokens(here):
     Path("plain/config.json").write_text(json.dumps(CONFIGS["step3p5"] | {"num_nextn_predict_layers": 1}))
     ((problem, _),) = problems_of(dataclasses.replace(SFT, model="plain", mtp_mode="heads_only", draft_vocab=50))
     assert mentions(problem, "--draft_vocab 50 output layer")
+
+
+@pytest.mark.parametrize("model", ["plain", "mtp2"])
+def test_a_command_without_grafts_refuses_them_and_advises_none(here, model):
+    args = GkdArgs(model=model, dataset=["train.jsonl"], output_dir="out", teacher_model="mtp2", mtp_init="graft")
+    problems = problems_of(args)
+    assert any(mentions(problem, "--mtp_init graft") and mentions(hint, "--mtp_init") for problem, hint in problems)
+    assert not any("--mtp_graft_from" in hint for _, hint in problems)

@@ -218,10 +218,11 @@ def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
 
 
 def graft_is_given_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if args.mtp_init == "graft" and "mtp_graft_from" in unsupported(type(args)):
-        return  # `grpo.heads_can_follow` reports it
     if args.mtp_init == "graft" and args.mtp_graft_from is None:
-        yield "--mtp_init graft requires --mtp_graft_from", "add --mtp_graft_from DIR"
+        hint = "add --mtp_graft_from DIR"
+        if "mtp_graft_from" in unsupported(type(args)):
+            hint = "remove --mtp_init"
+        yield "--mtp_init graft requires --mtp_graft_from", hint
     elif args.mtp_init != "graft" and args.mtp_graft_from is not None:
         yield (
             f"--mtp_graft_from requires --mtp_init graft, but --mtp_init is {mtp_init_of(args, facts.heads)}",
