@@ -61,7 +61,6 @@ def test_a_streamed_run_is_the_same_at_other_layouts_and_goes_on_bit_for_bit(com
     assert read_metrics(stopped)[8:] == read_metrics(tmp_path / whole)[8:]
 
 
-@pytest.mark.slow
 def test_the_options_that_a_bad_row_names_continue_a_streamed_run(commands, sft, tmp_path):
     """The run ends as one over the file without the bad row."""
     rows = [json.dumps({"query": f"What is {i}?", "response": "It is so. " * (i % 4 + 1)}) for i in range(120)]

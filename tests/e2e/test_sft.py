@@ -106,7 +106,6 @@ def test_args_json_runs_again(commands, finished, tmp_path):
         assert mentions(plan, "planned/" + re.sub(r"checkpoint-\d+", "checkpoint-N", path.name)), path
 
 
-@pytest.mark.slow
 def test_heads_only_proves_that_the_trunk_stayed(commands, sft, model, tmp_path):
     run, hf = tmp_path / "run", tmp_path / "hf"
     commands.ok(*sft, "--mtp_mode", "heads_only", "--output_dir", run)

@@ -82,7 +82,6 @@ def test_ranks_that_end_well(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1", "ranks.py"]  # no logs are left
 
 
-@pytest.mark.slow
 def test_the_exit_code_of_the_rank_that_failed(tmp_path):
     process = start(tmp_path, "print('what went wrong', file=sys.stderr) if rank else time.sleep(60)\nsys.exit(7)\n")
     _, stderr = process.communicate(timeout=60)
@@ -287,7 +286,6 @@ sys.exit(cli.main([]))
     assert "Traceback" not in stderr
 
 
-@pytest.mark.slow
 def test_a_launcher_that_was_killed_leaves_no_files_for_ever(tmp_path):
     body = "Path(f'{sys.argv[1]}-{rank}').touch()\nwhile not Path('go').exists():\n    time.sleep(0.05)\n"
     killed = start(tmp_path, body, argv=("ready",))

@@ -119,7 +119,6 @@ def test_a_step_and_a_save_run_with_all_shims(tmp_path):
     launch(1, step_and_save, "", tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shim", SHIMS)
 def test_each_shim_is_needed(tmp_path, shim):
     with pytest.raises(ProcessRaisedException) as raised:

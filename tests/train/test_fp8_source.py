@@ -133,7 +133,6 @@ def test_scales_of_powers_of_two(options, mesh, tmp_path):
         assert bool((mantissa == 0.5).all())
 
 
-@pytest.mark.slow
 def test_new_heads_are_plain(options, mesh, tmp_path):
     """They are listed, and the trunk keeps its codes."""
     model = make(tmp_path, "fp8_blocks_bf16", "qwen3", depth=0)

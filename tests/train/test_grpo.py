@@ -200,7 +200,6 @@ def test_the_reference_is_computed_for_stored_rollouts(options, whole, mesh, tmp
     assert first_step(options(**stored), mesh)[0]["kl"] > 0.01
 
 
-@pytest.mark.slow
 def test_a_model_without_heads_is_trained(options, mesh):
     run = train(options(mtp_num_layers=0, train_iters=1), mesh)
     (line,) = metrics(run)

@@ -153,7 +153,6 @@ def test_sharded_files_keep_their_names(options, mesh, tmp_path):
     assert audit_hf(hf, resolve(hf).family) == []
 
 
-@pytest.mark.slow
 def test_exports_of_a_run(options, mesh, tmp_path):
     """Heads can be removed again, and a model that has changed is refused."""
     model = make(tmp_path, "int8")
