@@ -1,4 +1,4 @@
-"""Check the lengths in the header of a GGUF file against its size.
+"""Read the keys in the header of a GGUF file, and check its lengths against the size of the file.
 
 The package `gguf` trusts these lengths: with a damaged one, it reads elements of an array for hours.
 """
@@ -38,6 +38,13 @@ class _Header:
             raise UserError("a length in the header is larger than the file", "copy or download it again")
         self._position += length
 
+    def string(self) -> str:
+        """Read a string."""
+        length = self.number("<Q")
+        begin = self._position
+        self.skip(length)
+        return self._content[begin : self._position].decode("utf-8")
+
     def value(self, kind: int, depth: int = 0) -> None:
         """Skip a value of metadata."""
         if kind in _SCALARS:
@@ -58,11 +65,12 @@ class _Header:
             self.value(kind, depth + 1)
 
 
-def check_header(file: Path) -> None:
-    """Check the metadata of a file.
+def read_keys(file: Path) -> list[str]:
+    """Check the metadata of a file, and return their keys. The package `gguf` needs seconds for a large vocabulary.
 
     Raises:
         UserError: the file is not a little-endian GGUF file of version 2 or 3, or a length is larger than the file.
+        UnicodeDecodeError: a key is not UTF-8.
     """
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if content[:4] != b"GGUF":
@@ -72,9 +80,11 @@ def check_header(file: Path) -> None:
         if version not in (2, 3):
             raise UserError(f"GGUF version {version} is not supported", "convert the model again")
         num_tensors, num_values = header.number("<Q"), header.number("<Q")
+        keys = []
         for _ in range(num_values):
-            header.value(_STRING)
+            keys.append(header.string())
             header.value(header.number("<I"))
         for _ in range(num_tensors):
             header.value(_STRING)
             header.skip(header.number("<I") * 8 + 12)  # dimensions, type and offset
+    return keys

@@ -31,7 +31,7 @@ from swiftlite.gguf.foreign import (
     pre_tokenizer_of,
     tokenizer_files,
 )
-from swiftlite.gguf.header import check_header
+from swiftlite.gguf.header import read_keys
 from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
 from swiftlite.gguf.tokenizer import PRE_TOKENIZERS
@@ -277,7 +277,7 @@ def open_reader(file: Path) -> "GGUFReader":
     """Open a GGUF file. Only metadata are read."""
     from gguf import GGUFReader
 
-    check_header(file)
+    read_keys(file)  # checks the lengths
     return GGUFReader(file)
 
 
@@ -288,7 +288,7 @@ def keys_of(file: Path) -> list[str]:
         UserError: the file is damaged.
     """
     with readable(file):
-        return list(open_reader(file).fields)
+        return read_keys(file)
 
 
 def read_otherwise(file: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:

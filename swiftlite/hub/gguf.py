@@ -202,9 +202,15 @@ def _write_model(file: Path, directory: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(directory)  # otherwise transformers reads all metadata once more
     try:
         read = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            str(file.parent),
+            config=config,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:
         raise _unreadable(file, error) from None

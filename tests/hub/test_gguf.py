@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFWriter, RopeScalingType
+from gguf import GGUFReader, GGUFWriter, RopeScalingType
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.families.resolved import resolve
+from swiftlite.gguf.header import read_keys
 from swiftlite.hub.model import description_of, local_model
 from swiftlite.rules import check
 from tests.messages import mentions, naming
@@ -194,6 +195,12 @@ def test_an_unknown_pre_tokenizer_is_named(tmp_path, caplog, pre, is_known):
     """transformers ignores the name, and would divide text into tokens that the model has not learned."""
     description_of(str(write_gguf(tmp_path / "a.gguf", "qwen2", pre=pre)))
     assert mentions(caplog.text, f"a.gguf '{pre}'") is not is_known
+
+
+def test_keys_are_those_that_the_package_gguf_reads(tmp_path):
+    write_gguf(tmp_path / "a.gguf", "llama")
+    fields = GGUFReader(tmp_path / "a.gguf").fields
+    assert read_keys(tmp_path / "a.gguf") == [name for name in fields if not name.startswith("GGUF.")]
 
 
 def test_the_content_alone_says_which_model_it_is(tmp_path):
