@@ -22,18 +22,15 @@ class UserError(Exception):
         problem: the invalid input and why it is invalid, in the user's terms (flag, path, file:line).
         hint: what to do or type next. It is printed indented below the problem.
         exit_code: 1 for a failed run, 2 for invalid options.
-
-    Attributes:
         is_final: whether the error would repeat if the run were restarted.
     """
 
-    is_final = True
-
-    def __init__(self, problem: str, hint: str = "", exit_code: int = 1):
+    def __init__(self, problem: str, hint: str = "", exit_code: int = 1, *, is_final: bool = True):
         super().__init__(problem)
         self.problem = _printable(problem)
         self.hint = _printable(hint)
         self.exit_code = exit_code
+        self.is_final = is_final
 
     def __str__(self) -> str:
         if not self.hint:
@@ -83,10 +80,9 @@ class LostRank(UserError):
         how: how it was found.
     """
 
-    is_final = False
-
     def __init__(self, who: str, how: str):
-        super().__init__(f"{who} hangs: {how}", "see the log and the processes of its host; --max_restarts restarts")
+        hint = "see the log and the processes of its host; --max_restarts restarts"
+        super().__init__(f"{who} hangs: {how}", hint, is_final=False)
         self.who = who
         self.how = how
 

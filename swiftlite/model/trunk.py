@@ -306,8 +306,9 @@ class StreamedTrunk:
             UserError: always.
         """
         assert self._trunk.cache is not None
-        problem = f"--cache_trunk_states: {Path(self._trunk.cache)} lacks files"
-        raise UserError(problem, "use --resume, which computes them again")
+        problem = f"--cache_trunk_states: {Path(self._trunk.cache)} lacks an output, which was damaged"
+        hint = "use --resume, which computes it again, as a restart by --max_restarts does"
+        raise UserError(problem, hint, is_final=False)
 
     def outputs_before_steps(self, batches: Iterable[Batch]) -> Iterator[StreamedOutput]:
         """Yield the outputs for all micro-batches."""

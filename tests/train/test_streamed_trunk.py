@@ -131,6 +131,23 @@ def test_an_interrupted_run_computes_only_missing_groups(options, mesh, tmp_path
     assert len(passes) == 2 * len(removed)
 
 
+def test_a_damaged_output_is_computed_again_after_a_restart(options, mesh, tmp_path):
+    cache = tmp_path / "cache"
+    streamed = HEADS | {"stream_trunk": True, "cache_trunk_states": str(cache)}
+    expected = metrics(train(options(output_dir=str(tmp_path / "whole"), **streamed), mesh))
+    files = records(cache)
+    (data,) = cache.glob("*.data")
+    content = data.read_bytes()
+    data.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    again = options(output_dir=str(tmp_path / "again"), resume=True, **streamed)
+    with pytest.raises(UserError, match=naming("--cache_trunk_states --resume")) as error:
+        train(again, mesh)
+    assert not error.value.is_final  # the launcher restarts the run
+    found = metrics(train(again, mesh))
+    assert [line for line in found if "fault" not in line] == expected
+    assert records(cache) == files
+
+
 def test_a_damaged_layer_is_reported(options, mesh, hf_dir, tmp_path, monkeypatch):
     """The thread that reads ahead reports what it found."""
 
