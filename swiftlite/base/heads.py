@@ -59,6 +59,8 @@ class Heads:
         layers: number of MTP layers, each with separate weights; 0 for a model without heads.
         unroll: number of times that a single MTP layer is applied, each time to its own state; 1 with several layers.
         beta: loss weight of each draft token relative to the previous one, for an unrolled layer.
+        has_joint_weights: whether these loss weights are multiplied at each position by those of the chain of drafts
+            (`chain_weights` in `train/methods/mtp_loss.py`).
         draft_vocab: ids of the tokens that heads can draft, ascending; empty for the whole vocabulary.
         drafting: inputs of the heads; None means the inputs that vLLM passes to heads of the family.
         kind: kind of drafter (`families/drafters.py`). A layer of another kind than MTP heads is a numbered part of it,
@@ -71,6 +73,7 @@ class Heads:
     draft_vocab: tuple[int, ...] = field(default=(), repr=False)
     drafting: Drafting | None = None
     kind: str = MTP
+    has_joint_weights: bool = False
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":

@@ -611,16 +611,19 @@ class GPTModel(McoreGPTModel):
             output, trunk_output: output layers of the head and of the trunk, with the same tokens.
         """
         assert self.mtp_loss != "ce"
-        tp = self.pg_collection.tp
+        tp, with_overlap = self.pg_collection.tp, self.heads.has_joint_weights
         if self.loss_in_chunks:
-            target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach())
+            overlap_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_overlap else None
+            target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach(), overlap_N)
             return chunked_loss(states_NH, output.weight_VH, target, selected, tp, output.tokens_V)
 
         def trunk_logits(rows: slice) -> torch.Tensor:
             return trunk_output.logits(trunk_NH[rows])
 
         logits_NV = output.logits(states_NH)
-        return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, selected, tp, output.tokens_V)
+        return distillation_loss(
+            logits_NV, trunk_logits, self.mtp_loss, selected, tp, output.tokens_V, with_overlap=with_overlap
+        )
 
     def _selected_states(self, hidden_SBH: torch.Tensor, selected: Selected) -> torch.Tensor:
         """Return the states [N, H] at positions with a label; other positions, often half of a row, need no logits."""

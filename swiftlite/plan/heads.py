@@ -35,6 +35,9 @@ before, and 42.6 % after 60 steps at 1e-3. After 16 shorter steps, the share in 
 larger steps can harm heads that were trained longer.
 """
 
+OVERLAP_LOSSES: tuple[MtpLoss, ...] = ("nla", "kl", "tv")
+"""Losses of the heads that are computed with the overlap of head and trunk (`overlap_of` in `model/loss/losses.py`)."""
+
 
 def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     """Return the MTP heads of the run. By default, they have the checkpoint's number of layers.
@@ -53,6 +56,8 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     if not layers:
         return heads
     heads = replace(heads, kind=checkpoint.kind)
+    if args.mtp_unroll > 1 and args.mtp_unroll_weights == "joint":
+        heads = replace(heads, beta=1.0, has_joint_weights=True)
     # `heads_for_engine` sets the inputs of --draft_for; the tokens of --draft_vocab are selected from the rows later.
     if args.draft_vocab is None:
         heads = replace(heads, draft_vocab=checkpoint.draft_vocab)

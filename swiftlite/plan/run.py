@@ -306,6 +306,8 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     lines += method_of(args).describe(args)
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
+        if heads.has_joint_weights:
+            weights = "of the expected number of accepted ones"
         lines.append(("drafts", f"{heads.drafts} tokens with one MTP layer, loss weights {weights}"))
     if heads.layers and args.draft_for:
         lines.append(("head inputs", f"those of {args.draft_for}"))

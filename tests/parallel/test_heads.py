@@ -26,6 +26,7 @@ from tests.train.cached_states import ENTRY, records
 pytestmark = pytest.mark.gloo
 
 UNROLL = {"mtp_unroll": 3}
+JOINT = {"mtp_unroll_weights": "joint"}
 PACKED = {"padding_free": True, "micro_batch_size": 2}
 # Each with its own single process: (family, depth, options).
 WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -37,6 +38,8 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tv, packed": ("qwen3", 2, {"mtp_loss": "tv"} | PACKED),
     "draft vocabulary": ("qwen3", 2, {"mtp_loss": "kl", "mtp_mode": "heads_only"}),
     "unroll, lk": ("qwen3", 1, UNROLL | {"mtp_loss": "lk_hybrid"}),
+    "unroll, joint": ("qwen3", 1, UNROLL | JOINT | {"mtp_loss": "tv"}),
+    "unroll, joint, packed": ("qwen3", 1, UNROLL | JOINT | {"mtp_loss": "kl"} | PACKED),
 }
 CHOSEN = {
     "unroll": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
@@ -47,6 +50,8 @@ CHOSEN = {
     "tv, packed": ("CP2",),
     "draft vocabulary": ("TP2", "PP2"),
     "unroll, lk": ("TP2+SP",),
+    "unroll, joint": ("TP2", "CP2"),
+    "unroll, joint, packed": ("CP2", "TP2"),
 }
 LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "PP2 MTP apart")} | {"TP2+SP": TP2_SP}
 
@@ -88,6 +93,9 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         ("kl", "TP2"),
         ("kl", "DP2"),
         ("draft vocabulary", "PP2"),
+        ("unroll, joint", "CP2"),
+        ("unroll, joint, packed", "CP2"),
+        ("unroll, joint, packed", "TP2"),
     ),
 )
 def test_a_layout_changes_nothing(computed, way, name):

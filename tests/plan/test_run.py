@@ -31,6 +31,10 @@ def test_weights_of_depths():
     plan = make_plan(SftArgs(mtp_unroll=3, mtp_unroll_beta=0.5), 1, Heads(1))
     assert plan.heads.weights == pytest.approx((4 / 7, 2 / 7, 1 / 7))
     assert (plan.heads.layers, plan.heads.drafts) == (1, 3)
+    joint = make_plan(SftArgs(mtp_unroll=3, mtp_unroll_weights="joint"), 1, Heads(1)).heads
+    assert joint.has_joint_weights
+    assert joint.weights == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert not make_plan(SftArgs(mtp_unroll_weights="joint"), 1, Heads(1)).heads.has_joint_weights  # a single draft
 
 
 def test_constant_learning_rate_ends_where_it_began():

@@ -211,6 +211,14 @@ def test_all_problems_come_together(here):
             "--mtp_unroll_beta 0.5 --mtp_unroll 1",
         ),
         (
+            dataclasses.replace(SFT, model="mtp2", mtp_unroll_weights="joint"),
+            "--mtp_unroll_weights joint --mtp_unroll 1",
+        ),
+        (
+            dataclasses.replace(SFT, mtp_unroll=3, mtp_unroll_weights="joint", mtp_unroll_beta=0.5),
+            "--mtp_unroll_beta 0.5 --mtp_unroll_weights joint",
+        ),
+        (
             dataclasses.replace(SFT, mtp_loss="tv"),
             "--mtp_loss tv",
         ),

@@ -20,6 +20,7 @@ from tests.rules.good import SFT, problems_of
         dataclasses.replace(SFT, mtp_num_layers=1, mtp_init="copy_last_layer"),
         dataclasses.replace(SFT, model="mtp2"),
         dataclasses.replace(SFT, mtp_num_layers=1, mtp_init="random", mtp_unroll=3, mtp_loss="kl"),
+        dataclasses.replace(SFT, model="vocab", mtp_mode="heads_only", mtp_unroll=2, mtp_unroll_weights="joint"),
         dataclasses.replace(SFT, mtp_num_layers=2, mtp_init="graft", mtp_graft_from="mtp2"),
         dataclasses.replace(SFT, model="mtp2", mtp_num_layers=2, mtp_mode="heads_only"),
         dataclasses.replace(SFT, model="mtp2", mtp_num_layers=1, mtp_init="random"),
@@ -65,6 +66,11 @@ def test_good_options_pass_without_a_note(here, args):
             {"model": "mtp2", "mtp_unroll": 3},
             "--mtp_unroll 3 2",
             "--mtp_num_layers 1 --mtp_init fit_last_layer",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "random", "mtp_unroll": 3, "mtp_unroll_weights": "joint"},
+            "--mtp_unroll_weights joint --mtp_loss ce",
+            "--mtp_loss nla kl tv",
         ),
         (
             {"mtp_num_layers": 1, "mtp_init": "graft"},

@@ -29,6 +29,7 @@ from swiftlite.model.loss.losses import (
     distance_of,
     entropy,
     laid_out,
+    overlap_of,
     sharing,
     vocab_parallel_argmax,
 )
@@ -78,11 +79,13 @@ class TrunkTarget:
     Attributes:
         trunk_NH: states of the trunk, from which the distribution is computed.
         output_VH: the trunk's output matrix, or its rows of the draft vocabulary.
+        overlap_N: filled with the overlap of both distributions; None if it is not requested.
     """
 
     trunk_NH: torch.Tensor
     distance: Distance
     output_VH: torch.Tensor
+    overlap_N: torch.Tensor | None = None
 
     def loss_(
         self,
@@ -97,7 +100,10 @@ class TrunkTarget:
         The arguments are those of `LabelTarget.loss_`.
         """
         trunk_CV = self.trunk_NH[rows] @ self.output_VH.t()
-        return _distance_of_chunk_(logits_CV, trunk_CV, self.distance, share_C1, group)
+        overlap_C = None
+        if self.overlap_N is not None and share_C1 is None:
+            overlap_C = self.overlap_N[rows]
+        return _distance_of_chunk_(logits_CV, trunk_CV, self.distance, share_C1, group, overlap_C=overlap_C)
 
 
 @dataclass(frozen=True)
@@ -183,10 +189,11 @@ def _distance_of_chunk_(
     share_C1: torch.Tensor | None,
     group: Group,
     beta: torch.Tensor | None = None,
+    overlap_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Call `_distance_`, compiled if this rank has the whole vocabulary."""
     function = _fused_distance_ if group is None else _distance_
-    return function(logits_CV, trunk_CV, distance, share_C1, group, beta)
+    return function(logits_CV, trunk_CV, distance, share_C1, group, beta, overlap_C)
 
 
 def _distance_(
@@ -196,9 +203,12 @@ def _distance_(
     share_C1: torch.Tensor | None,
     group: Group,
     beta: torch.Tensor | None = None,
+    overlap_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     wide_CV = logits_CV.float()
     loss_C = compare_(wide_CV, trunk_CV.float(), distance, group, beta)
+    if overlap_C is not None:
+        overlap_C.copy_(overlap_of(distance, loss_C, wide_CV, group))
     _put_(wide_CV, share_C1, logits_CV)
     return loss_C
 
@@ -237,7 +247,8 @@ def chunked_loss(
     results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, sharing(tp_group), tokens_V)
     loss_N, prediction_N = results
     entropy_N = target.entropy_N if isinstance(target, LabelTarget) else None
-    return laid_out(loss_N, prediction_N, selected, entropy_N)
+    overlap_N = target.overlap_N if isinstance(target, TrunkTarget) else None
+    return laid_out(loss_N, prediction_N, selected, entropy_N, overlap_N)
 
 
 class _ChunkedLoss(torch.autograd.Function):

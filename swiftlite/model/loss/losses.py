@@ -59,11 +59,13 @@ class TokenLoss:
         prediction_BS: the head's most likely token, int64; -1 where the target is ignored.
         entropy_BS: entropy of the head's distribution, float32, in nats; 0 where the target is ignored. None if it was
             not requested.
+        overlap_BS: overlap of the distributions of head and trunk, see `distillation_loss`; otherwise as `entropy_BS`.
     """
 
     loss_BS: torch.Tensor
     prediction_BS: torch.Tensor
     entropy_BS: torch.Tensor | None = None
+    overlap_BS: torch.Tensor | None = None
 
 
 def sharing(tp_group: dist.ProcessGroup) -> Group:
@@ -135,6 +137,8 @@ def distillation_loss(
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
+    *,
+    with_overlap: bool = False,
 ) -> TokenLoss:
     """Compute the distance between the distributions of a head and the trunk for the same token. Only the head gets a
     gradient.
@@ -156,12 +160,14 @@ def distillation_loss(
         selected: the positions in the micro-batch that the logits belong to.
         tokens_V: the token of each logit, for a draft vocabulary; None for the whole vocabulary.
         beta: for "jsd", a scalar between 0 and 1.
+        with_overlap: whether to return the overlap as well, for the kinds of `overlap_of`.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group), tokens_V)
-    loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, sharing(tp_group), beta)
+    overlap_N = logits_NV.new_empty(len(logits_NV), dtype=torch.float32) if with_overlap else None
+    loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, sharing(tp_group), beta, overlap_N)
     assert loss_N is not None
-    return laid_out(loss_N, prediction_N, selected)
+    return laid_out(loss_N, prediction_N, selected, overlap_N=overlap_N)
 
 
 class _Distillation(torch.autograd.Function):
@@ -178,12 +184,15 @@ class _Distillation(torch.autograd.Function):
         kind: Distance,
         group: Group,
         beta: torch.Tensor | None,
+        overlap_N: torch.Tensor | None,
     ) -> torch.Tensor:
         gradient_NV = logits_NV.float()
         loss_N = gradient_NV.new_zeros(len(gradient_NV))
         for start in range(0, len(gradient_NV), MAX_POSITIONS):
             rows = slice(start, start + MAX_POSITIONS)
             loss_N[rows] = compare_(gradient_NV[rows], trunk_logits(rows).float(), kind, group, beta)
+            if overlap_N is not None:
+                overlap_N[rows] = overlap_of(kind, loss_N[rows], gradient_NV[rows], group)
         ctx.dtype = logits_NV.dtype
         ctx.save_for_backward(gradient_NV)
         return loss_N
@@ -191,7 +200,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs: torch.Tensor):
         (gradient_NV,) = ctx.saved_tensors
-        return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None, None, None
+        return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None, None, None, None
 
 
 def cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor, group: Group) -> torch.Tensor:
@@ -303,6 +312,16 @@ def compare_(
     return DISTANCES[kind](head_NV, trunk_NV, group)
 
 
+def overlap_of(kind: Distance, loss_N: torch.Tensor, gradient_NV: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the overlap [N] of head and trunk from the results of `compare_`, for `OVERLAP_LOSSES` (`plan/heads.py`)."""
+    if kind == "tv":
+        return 1 - loss_N
+    if kind == "nla":
+        return (-loss_N).exp()
+    assert kind == "kl", kind
+    return 1 - _half_norm(gradient_NV, group)
+
+
 def distance_of(beta: float) -> Distance:
     """Return the distance of the generalized Jensen-Shannon divergence, whose limits 0 and 1 are separate distances, as
     in TRL: the divergence itself is 0 for both.
@@ -382,14 +401,21 @@ def _sum_over_ranks(part_N: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def laid_out(
-    loss_N: torch.Tensor, prediction_N: torch.Tensor, selected: Selected, entropy_N: torch.Tensor | None = None
+    loss_N: torch.Tensor,
+    prediction_N: torch.Tensor,
+    selected: Selected,
+    entropy_N: torch.Tensor | None = None,
+    overlap_N: torch.Tensor | None = None,
 ) -> TokenLoss:
     """Scatter values at the selected positions back to [B, S]."""
     # Indices instead of a mask: with a mask, the host would wait for the size of the gradient.
     where = (selected.row_N, selected.pos_N)
     loss_BS = loss_N.new_zeros(selected.shape).index_put(where, loss_N)
     prediction_BS = prediction_N.new_full(selected.shape, -1).index_put(where, prediction_N)
-    entropy_BS = None
-    if entropy_N is not None:
-        entropy_BS = entropy_N.new_zeros(selected.shape).index_put(where, entropy_N)
-    return TokenLoss(loss_BS, prediction_BS, entropy_BS)
+
+    def optional(values_N: torch.Tensor | None) -> torch.Tensor | None:
+        if values_N is None:
+            return None
+        return values_N.new_zeros(selected.shape).index_put(where, values_N)
+
+    return TokenLoss(loss_BS, prediction_BS, optional(entropy_N), optional(overlap_N))

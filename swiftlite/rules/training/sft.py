@@ -147,6 +147,8 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
 
 def _idle_of_heads(args: SftArgs, facts: Facts) -> Idle:
     no_heads = (_has_no_heads(args, facts), NO_HEADS)
+    not_unrolled = (args.mtp_unroll == 1, "--mtp_unroll is 1")
+    has_joint_weights = args.mtp_unroll_weights == "joint"
     names = (
         "mtp_loss_scaling_factor",
         "mtp_loss",
@@ -161,7 +163,8 @@ def _idle_of_heads(args: SftArgs, facts: Facts) -> Idle:
             args.mtp_mode == "heads_only" and args.mtp_clip_grad is not None,
             "only heads are trained, and --mtp_clip_grad clips them",
         ),
-        "mtp_unroll_beta": (args.mtp_unroll == 1, "--mtp_unroll is 1"),
+        "mtp_unroll_beta": not_unrolled if args.mtp_unroll == 1 else (has_joint_weights, "--mtp_unroll_weights is joint"),
+        "mtp_unroll_weights": not_unrolled,
         "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
     }
 
@@ -269,6 +272,7 @@ RULES = (
     sft_heads.mtp_weights_have_a_source,
     sft_heads.mtp_options_have_heads,
     sft_heads.one_layer_is_unrolled,
+    sft_heads.joint_weights_have_an_overlap,
     sft_heads.fit_has_something_to_fit_to,
     sft_heads.options_apply_to_the_drafter,
     sft_heads.draft_vocab_can_be_learned,

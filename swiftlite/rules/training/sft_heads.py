@@ -13,6 +13,7 @@ from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import (
+    OVERLAP_LOSSES,
     LR_OF_NEW_HEADS,
     heads_of,
     mtp_init_of,
@@ -68,6 +69,15 @@ def one_layer_is_unrolled(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield (
             f"--mtp_unroll {args.mtp_unroll} requires exactly one MTP layer, but there are {layers}",
             "remove --mtp_unroll, or train one new layer: --mtp_num_layers 1 --mtp_init fit_last_layer",
+        )
+
+
+def joint_weights_have_an_overlap(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    kind = mtp_loss_of(args)
+    if args.mtp_unroll_weights == "joint" and args.mtp_unroll > 1 and kind not in OVERLAP_LOSSES:
+        yield (
+            f"--mtp_unroll_weights joint requires the overlap of head and trunk, which --mtp_loss {kind} does not compute",
+            f"use --mtp_loss {' or '.join(OVERLAP_LOSSES)}",
         )
 
 

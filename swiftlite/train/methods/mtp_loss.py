@@ -38,6 +38,7 @@ def head_coefficients(
     `divisor`.
 
     The coefficients make the loss of each depth a mean over its targets. A depth without targets has the coefficient 0.
+    With joint weights, the loss is one of chains of drafts, and a mean over them: over the targets of the first depth.
 
     Example: for one depth with weight 1, scaling factor 0.3 and 50 targets, and gradients divided by 200 tokens, the
     coefficient is 0.3 * 200 / 50 = 1.2.
@@ -46,6 +47,8 @@ def head_coefficients(
         num_targets: number of targets of each MTP depth in the global batch.
         divisor: number of targets (tokens or pairs) of the objective's own loss in the global batch.
     """
+    if heads.has_joint_weights:
+        num_targets = [num_targets[0]] * heads.drafts
     coefficients = []
     for weight, count in zip(heads.weights, num_targets, strict=True):
         coefficients.append(mean_of(mtp_loss_scaling_factor * weight * divisor, count))
@@ -63,9 +66,40 @@ def add_heads(
     total: torch.Tensor, losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]
 ) -> torch.Tensor:
     """Return `total` plus the losses of the MTP heads, each multiplied by its coefficient."""
-    for coefficient, head, weight_BS in zip(coefficients, losses.mtp, loss_scale_KBS[1:], strict=True):
+    weights = list(loss_scale_KBS[1:])
+    overlaps = [head.overlap_BS for head in losses.mtp if head.overlap_BS is not None]
+    if overlaps:  # joint weights
+        weights = [weight_BS * of_chain_BS for weight_BS, of_chain_BS in zip(weights, chain_weights(overlaps), strict=True)]
+    for coefficient, head, weight_BS in zip(coefficients, losses.mtp, weights, strict=True):
         total = total + coefficient * (head.loss_BS * weight_BS).sum()
     return total
+
+
+def chain_weights(overlaps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the weight of each draft in the loss of the chain of K drafts that starts at a position.
+
+    Rejection sampling accepts draft j with a probability equal to its overlap a_j, if it accepts the drafts before it.
+    The expected number of accepted drafts is sum_j( a_1 ... a_j ), and the loss of the chain L = 1 - sum_j( a_1 ... a_j )
+    / K. Its gradient is that of sum_m( W_m * (1 - a_m) ) / K, where the weight counts as a constant:
+
+        W_m = a_1 ... a_{m-1} * (1 + a_{m+1} * (1 + a_{m+2} * (1 + ...)))
+
+    The chain ends before the first ignored target, whose overlap is 0: an engine does not draft beyond it. For overlaps
+    of 0.8, 0.5 and 0 the weights are 1 + 0.5 = 1.5, 0.8, and 0.4 for a loss that is 0.
+
+    Args:
+        overlaps: overlap of head and trunk for each draft, [B, S]; 0 where the target is ignored.
+    """
+    weights = []
+    after_BS = torch.ones_like(overlaps[0])
+    for overlap_BS in reversed(overlaps):
+        weights.insert(0, after_BS)
+        after_BS = 1 + overlap_BS * after_BS
+    reached_BS = torch.ones_like(overlaps[0])
+    for draft, overlap_BS in enumerate(overlaps):
+        weights[draft] = reached_BS * weights[draft]
+        reached_BS = reached_BS * overlap_BS
+    return weights
 
 
 def head_sums(losses: Losses, batch: Batch, mesh: Mesh) -> torch.Tensor:
