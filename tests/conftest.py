@@ -64,6 +64,14 @@ def device(mesh):
 
 
 @pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Start the process that tests fork others from, for code that would otherwise start one with fewer imports."""
+    from tests.forked import forkserver
+
+    forkserver()
+
+
+@pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Shared:
     """Return shared(name, make), which returns a directory that make(directory) fills once for all processes of a
     session.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,9 @@ PRELOADED = [
     "megatron.core.optimizer",
     "torch.distributed.checkpoint",
     "transformers.models.auto.tokenization_auto",
+    "swiftlite.cli.main",
+    "swiftlite.rewards.equal",
+    "swiftlite.rewards.schema",
     "swiftlite.serve.evaluate.command",
     "swiftlite.export.run",
     "swiftlite.improve.regenerate.command",
@@ -45,8 +49,12 @@ PRELOADED = [
 
 
 def forkserver() -> ForkServerContext:
-    """Return the process that others are forked from. It starts when the first process is forked."""
+    """Return the process that others are forked from. It starts with the first call.
+
+    Code under test that forks from it as well then finds it running, with everything imported.
+    """
     multiprocessing.set_forkserver_preload(PRELOADED)
+    ensure_running()
     return multiprocessing.get_context("forkserver")
 
 

@@ -302,8 +302,10 @@ class EncoderPool(AbstractContextManager["EncoderPool"]):
             yield from (row and self.encoder(row) for row in rows)
             return
         if self._executor is None:
-            # spawn: a fork of a process in which torch or tokenizers has started threads can hang.
-            context = multiprocessing.get_context("spawn")
+            # Forked from a process that has imported this module, which takes seconds, and has no threads: a fork of
+            # this process, in which torch or tokenizers has started threads, can hang.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
             self._executor = ProcessPoolExecutor(self._num_proc, context, _start_worker, (self.encoder,))
         given = iter(rows)
         pending: deque[Future[list[Encoded | None]]] = deque()

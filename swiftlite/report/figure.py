@@ -274,13 +274,11 @@ def _fit(figure: mpl_figure.Figure) -> None:
     (axis,) = figure.axes
     inside, labeled = axis.bbox, axis.get_tightbbox()
     assert labeled is not None
-    width, height = figure.bbox.size
-    figure.subplots_adjust(
-        left=(inside.x0 - labeled.x0 + MARGIN) / width,
-        bottom=(inside.y0 - labeled.y0 + MARGIN) / height,
-        right=1 - (labeled.x1 - inside.x1 + MARGIN) / width,
-        top=1 - (labeled.y1 - inside.y1 + MARGIN) / height,
-    )
+    spaces = (inside.x0 - labeled.x0, inside.y0 - labeled.y0, labeled.x1 - inside.x1, labeled.y1 - inside.y1)
+    sides = (*figure.bbox.size, *figure.bbox.size)
+    # A long label is cut; something of the chart remains.
+    left, bottom, right, top = (min((space + MARGIN) / side, 0.45) for space, side in zip(spaces, sides, strict=True))
+    figure.subplots_adjust(left, bottom, 1 - right, 1 - top)
 
 
 def as_svg(figure: mpl_figure.Figure) -> bytes:

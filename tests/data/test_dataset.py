@@ -167,6 +167,7 @@ def test_system_is_for_rows_that_bring_none(make_tokenizer, write_jsonl):
     ]
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_processes_do_not_change_the_result(make_tokenizer, write_jsonl):
     path = write_jsonl([row(i, words=i % 9 + 1) for i in range(150)] + [{"query": "\ud800", "response": "a"}])
     options = {"split_dataset_ratio": 0.1, "max_length": 60, "truncation_strategy": "right", "max_bad_rows": 1}

@@ -535,6 +535,7 @@ def test_the_digest_depends_on_pixels_and_settings(make_encoder, samples_of, wri
     assert len({digest(samples) for samples in (first, brighter, other)}) == 3
 
 
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_files_with_images(make_encoder, write, write_jsonl, tmp_path, num_proc):
     """Bad images are bad rows with file and line, also in other processes."""

@@ -13,6 +13,7 @@ from swiftlite.rewards.index import REWARDS, accuracy, check_reward, json_schema
 from swiftlite.rewards.settings import RewardSettings
 from tests.messages import naming
 
+pytestmark = pytest.mark.usefixtures("fork_server")
 SETTINGS = RewardSettings(max_completion_length=100)
 
 

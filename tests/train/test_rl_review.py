@@ -24,6 +24,8 @@ from tests.rewards.programs import CHEATS, CHEATS_OF_TESTS, NEEDS_LANDLOCK, RIGH
 from tests.tiny import make_tiny_hf
 from tests.train.completions import metrics, policy_options, train
 
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_program_that_passes_no_test_has_no_reward(name):
