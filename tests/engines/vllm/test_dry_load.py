@@ -1,7 +1,7 @@
-"""Test vLLM's own loaders: `doctor --engine`, and that vLLM builds each module of quantized heads as the files have
-it; and the known facts about SGLang's classes.
+"""Test vLLM's own loaders: `doctor --engine` with tiny models and every published configuration, and that vLLM builds
+each module of quantized heads as the files have it; and the known facts about SGLang's classes.
 
-One process with vLLM loads all checkpoints of this file.
+One process with vLLM loads all checkpoints of this file. Some models receive new weights as a running engine does.
 """
 
 import importlib.util
@@ -60,14 +60,21 @@ pytestmark = [
 # Models with a vision tower are loaded below. vLLM has indexers on GPUs only.
 LOADABLE = [family for family in CLASSES if not family.startswith(("qwen3_5", "qwen2_5_vl", "qwen3_vl", *DSA))]
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
-# tests/published has every trunk, and heads of the families that are published with heads. Here are heads of the other
-# families, and two heads.
+# The published configurations have every trunk, and heads of the families that are published with heads. Here are heads
+# of the other families, and two heads.
 DAILY = [(family, 1) for family in LOADABLE if family not in library.HEADS] + [("mimo", 1), ("mimo", 2), ("qwen2", 2)]
 SERVED_OTHERWISE = (("mimo", 1), ("qwen3", 0), ("qwen3", 1), ("qwen2", 2))
 """Models that other tests load too."""
 
 
 WITH_IMAGES = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+# vLLM's kernels for MXFP4 do not support every CPU, and vLLM chooses one while it builds the model. It has indexers and
+# limits of experts on GPUs only.
+ON_GPUS = (*DSA, "step3p5")
+PUBLISHED = [m for m in library.MODELS if not library.is_in_mxfp4(m) and library.family(m) not in ON_GPUS]
+RELOADED = ["Llama-3.1-8B", "Qwen3.5-27B", "Qwen3.6-35B-A3B"]
+"""Models that receive new weights: one has a padded vocabulary, and two have a vision tower that is not transferred."""
+IN_VLLM = "tests.engines.vllm.in_vllm"
 
 
 def without_text_config(directory: Path) -> Path:
@@ -172,7 +179,17 @@ def quantized(request, tmp_path_factory) -> dict[Any, Path]:
 
 
 @pytest.fixture(scope="module")
-def reports(request, quantized, tmp_path_factory) -> dict[Any, LoadReport]:
+def published(request, tmp_path_factory) -> dict[Any, Any]:
+    """Return what is asked of published models: a report by model, and the result of `reload` by model and "reload"."""
+    folder = tmp_path_factory.mktemp("published")
+    asked: dict[Any, Any] = {"FP8": (f"{IN_VLLM}:support_fp8",)}
+    asked |= {model: library.build(folder / model, model) for model in selected(request, "model")}
+    reloads = {(model, "reload"): (f"{IN_VLLM}:reload", str(asked[model])) for model in RELOADED if model in asked}
+    return asked | reloads
+
+
+@pytest.fixture(scope="module")
+def reports(request, quantized, published, tmp_path_factory) -> dict[Any, Any]:
     folder = tmp_path_factory.mktemp("models")
     asked: dict[Any, Any] = {}
     needed = {*selected(request, "family", "depth"), *SERVED_OTHERWISE}
@@ -196,8 +213,9 @@ def reports(request, quantized, tmp_path_factory) -> dict[Any, LoadReport]:
         "two steps": {"num_speculative_tokens": 2},
         "unknown option": {"engine_kwargs": {"max_modle_len": 3}},
     }
-    asked["NVFP4"] = ("tests.engines.vllm.in_vllm:support_nvfp4",)
-    return dry_loads("vllm", asked | quantized, options)
+    asked["NVFP4"] = (f"{IN_VLLM}:support_nvfp4",)
+    # The published ones last: the others are built without kernels for FP8.
+    return dry_loads("vllm", asked | quantized | published, options)
 
 
 @pytest.mark.parametrize(("family", "depth"), some_of(WHOLE, *DAILY))
@@ -208,6 +226,25 @@ def test_a_whole_checkpoint_passes(reports, family, depth):
     assert report.draft == (convention("vllm", family).draft if depth else None)
     assert (report.num_mtp_heads, report.num_drafting) == (depth, min(depth, 1))  # on a CPU the first head drafts alone
     assert report.target
+
+
+@pytest.mark.parametrize("model", some_of(PUBLISHED, *(model for model in PUBLISHED if model in library.CHOSEN)))
+def test_vllm_loads_it_whole(reports, model):
+    report, family = reports[model], library.family(model)
+    assert report.problems == []
+    assert report.notes == []
+    depth = int(family in library.HEADS)
+    assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
+    assert report.draft == (convention("vllm", family).draft if depth else None)
+
+
+@pytest.mark.parametrize("model", RELOADED)
+def test_live_weights_fill_all_that_is_trained(reports, model):
+    found = reports[model, "reload"]
+    assert found["problems"] == ""
+    assert found["changed"] == []
+    has_tower = any(name.startswith("visual.") for name in found["parameters"])
+    assert has_tower is model.startswith("Qwen3.")
 
 
 def test_a_tied_model_passes(reports):
