@@ -4,10 +4,12 @@ import gc
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -37,6 +39,27 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give all tests of a file to the same worker, and also all files whose tests fork vLLM from `vllm_host`.
+
+    Importing vLLM once takes as long as several of these tests.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileAndHost(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "vllm_host" if _forks_vllm(config.rootpath / file) else file
+
+    return ByFileAndHost(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@cache
+def _forks_vllm(file: Path) -> bool:
+    return bool(re.search(r"^def \w+\(.*\bvllm(_host)?[,)]", file.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 @pytest.fixture(autouse=True)
