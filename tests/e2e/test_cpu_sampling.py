@@ -58,10 +58,11 @@ def draw(
     ("draws_drafts", "temperatures"),
     [
         pytest.param(True, (0.7,), id="drawn"),
-        pytest.param(True, (1.0,), id="drawn, 1.0", marks=pytest.mark.slow),
-        pytest.param(False, (0.7,), id="likeliest", marks=pytest.mark.slow),
+        pytest.param(True, (1.0,), id="drawn, 1.0"),
+        pytest.param(False, (0.7,), id="likeliest"),
     ],
 )
+@pytest.mark.slow  # test_ngrams.py draws answers with drafts of heads and of the text
 def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperatures, vllm_host, tmp_path):
     """Some drafts are accepted and some rejected. The answers suffice to find a wrong temperature."""
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)

@@ -17,6 +17,7 @@ def model(tmp_path) -> Path:
     return make_tiny_hf(tmp_path / "model", "glm4_moe", depth=1, with_tokenizer=True, **sizes)
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_layout_to_layout_as_if_it_were_one_process(commands, sft, tmp_path):
     alone, run, exported = tmp_path / "alone", tmp_path / "run", tmp_path / "exported"
     options = [*sft, "--save_steps", 2, "--lr_decay_style", "constant", "--lr_warmup_fraction", 0]

@@ -293,6 +293,7 @@ def test_deploy(added, model, capsys):
     assert f"serve {model} 8123 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_doctor(added, model, capsys):
     assert swiftlite("doctor", "--model", model, "--engine", "plain") == 0
     report = capsys.readouterr().out

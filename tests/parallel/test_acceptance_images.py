@@ -65,7 +65,7 @@ def measure(job: Job) -> None:
         )
 
 
-@pytest.mark.parametrize("names", some_of([["TP2+SP", "DP2"], ["PP2xVPP2"]], ["PP2xVPP2"]), ids=" ".join)
+@pytest.mark.parametrize("names", some_of([["TP2+SP", "DP2"], ["PP2xVPP2"]]), ids=" ".join)
 def test_counts_are_those_of_an_engine(shared, tmp_path, names):
     hf_dir = shared("seeing-parallel", lambda directory: write_seeing(directory, "qwen3_5", 2, **SIZES))
     hf: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=torch.float32).eval()

@@ -119,6 +119,7 @@ def test_nothing_about_a_held_out_function_is_in_training(rows):
     assert full_names.isdisjoint(name for row in training for name in names(row))
 
 
+@pytest.mark.slow
 def test_the_same_python_writes_the_same_files(tmp_path):
     def write(directory, hash_seed):
         command = [sys.executable, SCRIPT, "--output", directory / "t.jsonl", "--val_output", directory / "v.jsonl"]

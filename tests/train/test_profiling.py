@@ -50,6 +50,7 @@ def test_steps_are_profiled_and_the_losses_are_those_without_it(options, mesh, t
     assert operators[0]["name"] in (run / "run_report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_within_the_steps_keeps_its_profile_and_resumes(options, mesh, pages):
     def stop(step: int) -> None:
         if step == 2:

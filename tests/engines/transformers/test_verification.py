@@ -78,6 +78,7 @@ def test_tokens_have_the_trunks_distribution():
     assert probability(*drawn_triples(verify)) > FALSE_ALARM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WRONG)
 def test_a_wrong_verification_is_noticed(how):
     assert probability(*drawn_triples(wrong_verify(how))) < FALSE_ALARM / 1e6
@@ -147,7 +148,7 @@ def test_an_engine_that_drafts_writes_what_the_trunk_would(tmp_path, family, dep
     assert 1.1 < counts.drafted / counts.drafts < 1.9 or not confidence
 
 
-@pytest.mark.parametrize("how", some_of(["replaced by a draw from p", "always kept"], "always kept"))
+@pytest.mark.parametrize("how", some_of(["replaced by a draw from p", "always kept"]))
 def test_an_engine_that_verifies_wrongly_is_noticed(tmp_path, monkeypatch, how):
     monkeypatch.setattr(engine_module, "verify", wrong_verify(how))
     directory = make_small(tmp_path, "qwen3", 1)
@@ -155,6 +156,7 @@ def test_an_engine_that_verifies_wrongly_is_noticed(tmp_path, monkeypatch, how):
     assert probability(found, joint_distribution(directory, top_p=1.0)) < FALSE_ALARM / 1e6
 
 
+@pytest.mark.slow
 def test_the_loop_of_transformers_verifies_drawn_drafts(tmp_path):
     """transformers receives the logits from which the drafts were sampled, and verifies by the same rule."""
     directory = make_small(tmp_path, "qwen3", 2)
