@@ -268,7 +268,7 @@ def _axes(height: float = HEIGHT) -> Iterator[tuple[mpl_figure.Figure, Axes]]:
 def _fit(figure: mpl_figure.Figure) -> None:
     """Leave room for the labels of a figure with one chart.
 
-    matplotlib's constrained layout would measure the labels twice and draw the figure once more. A page with ten
+    matplotlib's constrained layout would measure the labels twice and draw the figure a second time. A page with ten
     figures takes half of the time without it.
     """
     (axis,) = figure.axes
