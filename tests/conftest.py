@@ -160,6 +160,25 @@ def trained(shared) -> Trained:
     return get
 
 
+@pytest.fixture(scope="session")
+def talking(shared) -> tuple[Path, list[list[int]]]:
+    """Return a tiny Qwen3 with a tokenizer, whose head is often correct on the rows that it has learned, and prompts.
+
+    The checkpoint must not be changed.
+    """
+    from tests.engines.reference import write_trained
+    from tests.tiny import make_tiny_tokenizer
+
+    def make(directory: Path) -> None:
+        tokenizer = make_tiny_tokenizer()
+        prompts = write_trained(directory, "qwen3", depth=1, vocab_size=len(tokenizer))
+        tokenizer.save_pretrained(directory)
+        (directory / "prompts.json").write_text(json.dumps(prompts))
+
+    directory = shared("talking", make)
+    return directory, json.loads((directory / "prompts.json").read_text())
+
+
 @pytest.fixture
 def synced(monkeypatch) -> list[Path]:
     """Return the paths that are flushed to disk during the test, in order, with the names that they

@@ -26,7 +26,7 @@ from swiftlite.engines.server.process import free_url, serve
 from swiftlite.engines.vllm.metrics import read_metrics
 from swiftlite.serve import deploy
 from swiftlite.serve.bench.measure import connect, generate_all
-from tests.engines.reference import Reference, write_trained
+from tests.engines.reference import Reference
 from tests.stand_ins import forking_vllm_environment
 from tests.tiny import make_tiny_tokenizer
 
@@ -93,13 +93,11 @@ async def measure(url: str, prompts: list[list[int]]) -> tuple[list[Answer], Dra
         return measured.answers, counts, await client.cached_tokens() - cached_before
 
 
-def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path, monkeypatch):
+def test_adapters_answer_as_the_merged_model_and_heads_draft(talking, tmp_path, monkeypatch):
     for name, value in forking_vllm_environment().items():
         monkeypatch.setenv(name, value)
-    base, adapters, merged = tmp_path / "base", tmp_path / "tuned", tmp_path / "merged"
-    tokenizer = make_tiny_tokenizer()
-    prompts = write_trained(base, "qwen3", depth=1, vocab_size=len(tokenizer))[:6]
-    tokenizer.save_pretrained(base)
+    (base, prompts), adapters, merged = talking, tmp_path / "tuned", tmp_path / "merged"
+    prompts, tokenizer = prompts[:6], make_tiny_tokenizer()
     write_adapters(base, adapters)
     merge(base, adapters, merged)
     url, port = free_url()

@@ -26,7 +26,7 @@ from swiftlite.engines.server.process import serve
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.families import FAMILIES
 from swiftlite.serve.bench.measure import connect, generate_all
-from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
+from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.messages import mentions
 from tests.stand_ins import sglang_environment
 from tests.tiers import selected, some_of
@@ -78,14 +78,6 @@ def load(directory: Path, family: str) -> Reference:
     return follow(Reference.load(directory, family, depth=1), convention("sglang", family).drafting)
 
 
-def write_talking(directory: Path) -> Path:
-    """Write a Qwen3 with a tokenizer and a trained head."""
-    tokenizer = make_tiny_tokenizer()
-    write_trained(directory, "qwen3", depth=1, vocab_size=len(tokenizer))
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
 @dataclass(frozen=True)
 class Commands:
     """The command line of `infer`, with the files that it writes."""
@@ -102,9 +94,8 @@ class Commands:
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory) -> Commands:
-    directory = tmp_path_factory.mktemp("commands")
-    return Commands(directory, write_talking(directory / "talking"))
+def commands(talking, tmp_path_factory) -> Commands:
+    return Commands(tmp_path_factory.mktemp("commands"), talking[0])
 
 
 @pytest.fixture(scope="module")

@@ -39,10 +39,9 @@ from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load
 from swiftlite.families import Family
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.convention import Convention
-from tests.engines.reference import Reference, write_trained
+from tests.engines.reference import Reference
 from tests.forked import Host
 from tests.messages import answers_equal, has_line, mentions
-from tests.tiny import make_tiny_tokenizer
 
 HERE = "tests.growth.test_engine"
 ROOT = Path(__file__).parents[2]
@@ -225,13 +224,8 @@ def added(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """Write a Qwen3 with a tokenizer, whose head is often correct on the rows that it has learned."""
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = make_tiny_tokenizer()
-    write_trained(directory, "qwen3", depth=1, vocab_size=len(tokenizer))
-    tokenizer.save_pretrained(directory)
-    return directory
+def model(talking) -> Path:
+    return talking[0]
 
 
 @pytest.fixture
