@@ -58,8 +58,8 @@ STYLE: dict[Any, Any] = {
 WIDTH, HEIGHT = 4.6, 2.5
 """Size of charts in inches; the width is 442 pixels. A phone scales charts to three quarters, so that text has 10
 pixels."""
-MARGIN = 3
-"""Space around the labels of a chart in points."""
+MARGIN = 0.3
+"""Space around the labels of a chart, relative to the font size."""
 MAX_POINTS = 600
 """Maximum number of points of a line, about one per pixel."""
 MAX_STACKS = 60
@@ -265,22 +265,6 @@ def _axes(height: float = HEIGHT) -> Iterator[tuple[mpl_figure.Figure, Axes]]:
         yield figure, figure.subplots()
 
 
-def _fit(figure: mpl_figure.Figure) -> None:
-    """Leave room for the labels of a figure with one chart.
-
-    matplotlib's constrained layout would measure the labels twice and draw the figure a second time. A page with ten
-    figures takes half of the time without it.
-    """
-    (axis,) = figure.axes
-    inside, labeled = axis.bbox, axis.get_tightbbox()
-    assert labeled is not None
-    spaces = (inside.x0 - labeled.x0, inside.y0 - labeled.y0, labeled.x1 - inside.x1, labeled.y1 - inside.y1)
-    sides = (*figure.bbox.size, *figure.bbox.size)
-    # A long label is cut; something of the chart remains.
-    left, bottom, right, top = (min((space + MARGIN) / side, 0.45) for space, side in zip(spaces, sides, strict=True))
-    figure.subplots_adjust(left, bottom, 1 - right, 1 - top)
-
-
 def as_svg(figure: mpl_figure.Figure) -> bytes:
     """Return the figure as an SVG file. The same figure gives bitwise identical files."""
     out = io.BytesIO()
@@ -291,7 +275,8 @@ def as_svg(figure: mpl_figure.Figure) -> bytes:
 
 def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:
     """Return the SVG element with unique ids, the page's colors, and its title for screen readers."""
-    _fit(figure)
+    # The constrained layout would measure the labels twice and draw the figure once more.
+    figure.tight_layout(pad=MARGIN)
     text = as_svg(figure).decode()
     text = re.sub(
         r"\s*<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL
