@@ -88,8 +88,8 @@ class MtpArgs:
     mtp_unroll_beta: bounds.PositiveFraction = 0.6
     """With --mtp_unroll: weight of each draft token's loss relative to the previous one."""
     mtp_unroll_weights: Literal["fixed", "joint"] = "fixed"
-    """With --mtp_unroll: weights of the draft tokens in the MTP loss. fixed: powers of --mtp_unroll_beta. joint: at each
-    position, those with which tv maximizes the expected number of accepted draft tokens at temperature 1."""
+    """With --mtp_unroll: weights of the draft tokens in the MTP loss. fixed: powers of --mtp_unroll_beta. joint: at
+    each position, those with which tv maximizes the expected number of accepted draft tokens at temperature 1."""
 
 
 @dataclass(frozen=True)

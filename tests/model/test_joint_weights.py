@@ -53,7 +53,7 @@ def chain_loss(distances: list[torch.Tensor], overlaps: list[torch.Tensor], batc
 
     For other distances, each draft has the derivative of this sum with respect to its overlap as a constant weight.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    total, one = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
     for row, position, length in chains(batch):
         a = [overlap_BS[row, position] for overlap_BS in overlaps[:length]]
         products = [torch.stack(a[: j + 1]).prod() for j in range(length)]
@@ -61,8 +61,8 @@ def chain_loss(distances: list[torch.Tensor], overlaps: list[torch.Tensor], batc
             total = total + 1 - torch.stack(products).sum() / STEPS
             continue
         for draft in range(length):
-            others = [torch.stack([*a[:draft], *a[draft + 1 : j + 1], a[0] * 0 + 1]).prod() for j in range(draft, length)]
-            total = total + torch.stack(others).sum().detach() / STEPS * distances[draft][row, position]
+            before, after = torch.stack([one, *a[:draft]]).prod(), torch.stack([one, *a[draft + 1 :]]).cumprod(0).sum()
+            total = total + (before * after).detach() / STEPS * distances[draft][row, position]
     return total
 
 

@@ -313,7 +313,7 @@ def compare_(
 
 
 def overlap_of(kind: Distance, loss_N: torch.Tensor, gradient_NV: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the overlap [N] of head and trunk from the results of `compare_`, for `OVERLAP_LOSSES` (`plan/heads.py`)."""
+    """Return the overlap [N] of head and trunk from results of `compare_`, for `OVERLAP_LOSSES` (`plan/heads.py`)."""
     if kind == "tv":
         return 1 - loss_N
     if kind == "nla":

@@ -13,8 +13,8 @@ from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import (
-    OVERLAP_LOSSES,
     LR_OF_NEW_HEADS,
+    OVERLAP_LOSSES,
     heads_of,
     mtp_init_of,
     mtp_loss_of,
@@ -76,7 +76,7 @@ def joint_weights_have_an_overlap(args: SftArgs, facts: Facts) -> Iterator[Probl
     kind = mtp_loss_of(args)
     if args.mtp_unroll_weights == "joint" and args.mtp_unroll > 1 and kind not in OVERLAP_LOSSES:
         yield (
-            f"--mtp_unroll_weights joint requires the overlap of head and trunk, which --mtp_loss {kind} does not compute",
+            f"--mtp_unroll_weights joint does not support --mtp_loss {kind}, which is not computed with the overlap",
             f"use --mtp_loss {' or '.join(OVERLAP_LOSSES)}",
         )
 

@@ -66,10 +66,11 @@ def add_heads(
     total: torch.Tensor, losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]
 ) -> torch.Tensor:
     """Return `total` plus the losses of the MTP heads, each multiplied by its coefficient."""
-    weights = list(loss_scale_KBS[1:])
+    weights: Sequence[torch.Tensor] = list(loss_scale_KBS[1:])
     overlaps = [head.overlap_BS for head in losses.mtp if head.overlap_BS is not None]
     if overlaps:  # joint weights
-        weights = [weight_BS * of_chain_BS for weight_BS, of_chain_BS in zip(weights, chain_weights(overlaps), strict=True)]
+        of_chains = chain_weights(overlaps)
+        weights = [weight_BS * of_chain_BS for weight_BS, of_chain_BS in zip(weights, of_chains, strict=True)]
     for coefficient, head, weight_BS in zip(coefficients, losses.mtp, weights, strict=True):
         total = total + coefficient * (head.loss_BS * weight_BS).sum()
     return total
@@ -79,8 +80,8 @@ def chain_weights(overlaps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the weight of each draft in the loss of the chain of K drafts that starts at a position.
 
     Rejection sampling accepts draft j with a probability equal to its overlap a_j, if it accepts the drafts before it.
-    The expected number of accepted drafts is sum_j( a_1 ... a_j ), and the loss of the chain L = 1 - sum_j( a_1 ... a_j )
-    / K. Its gradient is that of sum_m( W_m * (1 - a_m) ) / K, where the weight counts as a constant:
+    The expected number of accepted drafts is sum_j( a_1 ... a_j ), and the loss of the chain is 1 minus this sum / K.
+    Its gradient is that of sum_m( W_m * (1 - a_m) ) / K, where the weight counts as a constant:
 
         W_m = a_1 ... a_{m-1} * (1 + a_{m+1} * (1 + a_{m+2} * (1 + ...)))
 
