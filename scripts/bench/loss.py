@@ -1,9 +1,10 @@
 """Compare a loss computed from all logits at once with the chunked loss: peak bytes, seconds, and differences.
 
-Both losses run in one process, forward and backward, with a trained and with a frozen output matrix. Differences of
-losses and gradients are relative to the largest value.
+All losses run in one process, forward and backward, with a trained and with a frozen output matrix. With a trained one,
+the chunked loss is measured twice: with weights of positions that are known in the backward pass, and in the forward
+pass. Differences of losses and gradients are relative to the largest value.
 
-    python scripts/bench/loss.py                                # 4,096 positions, 150,000 words, hidden size 64
+    python scripts/bench/loss.py                                # 16,384 positions, 32,000 words, hidden size 64
     python scripts/bench/loss.py --positions 8192 --loss kl
 """
 
@@ -22,8 +23,8 @@ Compute = Callable[[], list[torch.Tensor]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=150_000)
+    parser.add_argument("--positions", type=int, default=16384)
+    parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--loss", choices=get_args(MtpLoss), default="ce")
     args = parser.parse_args()
@@ -35,20 +36,19 @@ def main() -> None:
             if learns:
                 matrix = "trained output layer"
             print(f"{args.positions} positions, vocabulary of {args.vocab}, {args.loss}, {matrix}")
-            whole, chunked = losses(args, learns, mesh.tp)
-            found = {"all logits": measure(whole), "in chunks": measure(chunked)}
-            for name, (gigabytes, seconds, _) in found.items():
-                print(f"  {name:<12} {gigabytes:6.2f} GB  {seconds:6.2f} s")
-            results = [result for _, _, result in found.values()]
-            named = ("losses", "gradients of states", "gradients of the output layer")
-            for name, expected, ours in zip(named, *results, strict=False):
-                difference = (ours - expected).abs().max() / expected.abs().max()
-                print(f"  relative difference of {name}: {difference:.1e}")
+            found = {name: measure(compute) for name, compute in losses(args, learns, mesh.tp).items()}
+            _, _, expected = found["all logits"]
+            for name, (gigabytes, seconds, results) in found.items():
+                pairs = zip(results, expected, strict=True)
+                differences = [(ours - theirs).abs().max() / theirs.abs().max() for ours, theirs in pairs]
+                numbers = ", ".join(f"{difference:.1e}" for difference in differences)
+                print(f"  {name:<12} {gigabytes:6.2f} GB  {seconds:6.2f} s  differences {numbers}")
+        print("differences: of losses, of gradients of the states, and of the output matrix")
 
 
-def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute, Compute]:
-    """Return a function for each loss. Each function runs the forward and the backward pass, and returns losses and
-    gradients."""
+def losses(args: argparse.Namespace, learns: bool, group: Any) -> dict[str, Compute]:
+    """Return a function for each loss by name. Each function runs the forward and the backward pass, and returns losses
+    and gradients."""
     from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
     from swiftlite.model.loss.losses import distillation_loss, select, token_loss
 
@@ -72,14 +72,18 @@ def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute,
             )
         return [found.loss_BS, *torch.autograd.grad(found.loss_BS.sum(), learned)]
 
-    def chunked() -> list[torch.Tensor]:
+    def chunked(share_BS: torch.Tensor | None = None) -> list[torch.Tensor]:
         target = TrunkTarget(trunk, args.loss, weight.detach())
         if args.loss == "ce":
             target = LabelTarget(words)
-        found = chunked_loss(states, weight, target, selected, group)
-        return [found.loss_BS, *torch.autograd.grad(found.loss_BS.sum(), learned)]
+        found = chunked_loss(states, weight, target, selected, group, share_BS=share_BS)
+        total = found.loss_BS.sum() if found.total is None else found.total
+        return [found.loss_BS, *torch.autograd.grad(total, learned)]
 
-    return whole, chunked
+    computes = {"all logits": whole, "in chunks": chunked}
+    if learns:
+        computes["in one pass"] = lambda: chunked(torch.ones(1, args.positions))
+    return computes
 
 
 def measure(compute: Compute) -> tuple[float, float, list[torch.Tensor]]:

@@ -3,7 +3,7 @@
     forward_preprocess    tokens               -> embeddings
     forward_decoder       embeddings           -> the trunk's states, after the final norm
     forward_mtp           states, tokens       -> one tensor of states per MTP depth
-    forward_postprocess   all states           -> losses if there are labels, otherwise logits
+    forward_postprocess   all states           -> losses if there is a target, otherwise logits
 
 `forward` calls them in this order. With pipeline parallelism, each rank runs its part of the layers and sends the
 hidden states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same methods from
@@ -48,7 +48,7 @@ from swiftlite.model.layers.deepstack import Deepstack
 from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
-from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from swiftlite.model.layers.tensor_parallel import AddsGradients, ColumnParallelLinear, VocabParallelEmbedding
 from swiftlite.model.loss.balance import RoutedTokens, routed_tokens
 from swiftlite.model.loss.chunked_loss import LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
 from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
@@ -88,7 +88,7 @@ class TrunkOutput:
     tower_outputs: torch.Tensor | None = None
 
 
-class GPTModel(McoreGPTModel):
+class GPTModel(AddsGradients, McoreGPTModel):
     """megatron-core's GPTModel with its forward pass rewritten as four methods.
 
     If there are MTP layers, the forward method of megatron-core requires labels, weights the MTP loss by local token
@@ -153,7 +153,12 @@ class GPTModel(McoreGPTModel):
                 # Each sequence-parallel rank has the gradient of its part of the row; megatron-core sums the gradients.
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
+        self._returns_matrix_gradient = True
         self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
+
+    def add_gradients_in_place(self) -> None:
+        """Return no gradient of the output matrix to autograd if the loss has added it to `main_grad`."""
+        self._returns_matrix_gradient = False
 
     def _complete_heads(self) -> None:
         """Give the heads on this stage what they share with the trunk, or have themselves: norms and output layers."""
@@ -199,9 +204,8 @@ class GPTModel(McoreGPTModel):
             return self.label_states(states.trunk_SBH, target.labels)
         main = trunk.loss if trunk else None
         if target.teacher is not None:
-            main = self._divergence(states.trunk_SBH, target.labels, target.teacher)
-        labels = target.of_depths(self.heads.drafts, inputs.cu_seqlens)
-        return self.forward_postprocess(states, labels, inputs.cu_seqlens, main, with_entropy=target.with_entropy)
+            main = self._divergence(states.trunk_SBH, target)
+        return self.forward_postprocess(states, target, inputs.cu_seqlens, main)
 
     def _states(self, inputs: ModelInputs, outputs: torch.Tensor | None, trunk: TrunkOutput | None) -> StageStates:
         """Return the states of the trunk, or of its part on this stage, and of the heads if they are on this stage.
@@ -483,35 +487,37 @@ class GPTModel(McoreGPTModel):
     def forward_postprocess(
         self,
         states: StageStates,
-        labels: Sequence[torch.Tensor] | None = None,
+        target: Target | None = None,
         cu_seqlens: torch.Tensor | None = None,
         main: TokenLoss | None = None,
-        *,
-        with_entropy: bool = False,
     ) -> Logits | Losses:
-        """Apply the output layer to the states of trunk and heads; return losses if there are labels, otherwise logits.
+        """Apply the output layer to the states of trunk and heads; return losses if there is a target, else logits.
 
         Args:
-            labels: [B, S] for the trunk, then for each depth.
             cu_seqlens: for a packed row, the starts of its padded sequences in the whole row.
             main: the trunk's loss, if it was already computed; None: compute it here.
-            with_entropy: whether the trunk's loss that is computed here has the entropy of its distributions.
         """
-        if labels is None:
+        if target is None:
             heads = enumerate(states.heads_SBH)
             mtp_logits = [self._whole_logits(hidden_SBH, self._own_output_layer(depth)) for depth, hidden_SBH in heads]
             return Logits(self._whole_logits(states.trunk_SBH), mtp_logits)
+        labels = target.of_depths(self.heads.drafts, cu_seqlens)
+        weights = list(target.weights or [None] * len(labels))
         if main is None:
             with self._frozen():
-                main = self._cross_entropy(states.trunk_SBH, labels[0], with_entropy=with_entropy)
+                main = self._cross_entropy(
+                    states.trunk_SBH, labels[0], share_BS=weights[0], with_entropy=target.with_entropy
+                )
+        if self.heads.has_joint_weights:  # they depend on the losses
+            weights = [None] * len(labels)
         if self.mtp_loss != "ce":
-            return Losses(main, self._distillation_losses(states, labels[1:], cu_seqlens))
-        heads = enumerate(zip(states.heads_SBH, labels[1:], strict=True))
+            return Losses(main, self._distillation_losses(states, labels[1:], weights[1:], cu_seqlens))
+        heads = enumerate(zip(states.heads_SBH, labels[1:], weights[1:], strict=True))
         return Losses(
             main,
             [
-                self._cross_entropy(hidden_SBH, labels_BS, self.head_output_matrix(depth))
-                for depth, (hidden_SBH, labels_BS) in heads
+                self._cross_entropy(hidden_SBH, labels_BS, self.head_output_matrix(depth), share_BS=share_BS)
+                for depth, (hidden_SBH, labels_BS, share_BS) in heads
             ],
         )
 
@@ -541,12 +547,14 @@ class GPTModel(McoreGPTModel):
         labels_BS: torch.Tensor,
         output: "OutputMatrix | None" = None,
         *,
+        share_BS: torch.Tensor | None = None,
         with_entropy: bool = False,
     ) -> TokenLoss:
         """Return the cross-entropy with the labels.
 
         Args:
             output: output layer; default: that of the trunk.
+            share_BS: weight of each label in the loss, if it is known.
             with_entropy: whether to compute the entropy of each distribution as well.
         """
         selected = select(labels_BS, hidden_SBH.device)
@@ -555,26 +563,51 @@ class GPTModel(McoreGPTModel):
         if self.loss_in_chunks:
             entropy_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_entropy else None
             target = LabelTarget(selected.label_N, entropy_N)
-            return chunked_loss(states_NH, output.weight_VH, target, selected, tp)
+            return self._chunked(states_NH, output, target, selected, share_BS)
         return token_loss(output.logits(states_NH), selected, tp, with_entropy=with_entropy)
+
+    def _chunked(
+        self,
+        states_NH: torch.Tensor,
+        output: "OutputMatrix",
+        target: LabelTarget | TrunkTarget | TeacherTarget,
+        selected: Selected,
+        share_BS: torch.Tensor | None,
+    ) -> TokenLoss:
+        return chunked_loss(
+            states_NH,
+            output.weight_VH,
+            target,
+            selected,
+            self.pg_collection.tp,
+            output.tokens_V,
+            share_BS,
+            returns_gradient=self._returns_matrix_gradient,
+        )
 
     def label_states(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the states [N, H] at positions with a label, scaled for divisor and temperature of logits."""
         selected = select(labels_BS, hidden_SBH.device)
         return self._at_temperature(self._selected_states(hidden_SBH, selected))
 
-    def _divergence(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, teacher: TeacherTarget) -> TokenLoss:
+    def _divergence(self, hidden_SBH: torch.Tensor, target: Target) -> TokenLoss:
         """Return the divergence between the predictions of the trunk and a teacher at each position with a label."""
-        selected = select(labels_BS, hidden_SBH.device)
+        teacher, weights = target.teacher, target.weights
+        assert teacher is not None
+        selected = select(target.labels, hidden_SBH.device)
         states_NH = self._at_temperature(self._selected_states(hidden_SBH, selected))
         output, tp = self.trunk_output_matrix(), self.pg_collection.tp
         if self.loss_in_chunks:
-            return chunked_loss(states_NH, output.weight_VH, teacher, selected, tp)
+            return self._chunked(states_NH, output, teacher, selected, weights[0] if weights else None)
         logits_NV = output.logits(states_NH)
         return distillation_loss(logits_NV, teacher.logits, teacher.distance, selected, tp, beta=teacher.weight)
 
     def _distillation_losses(
-        self, states: StageStates, labels: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None
+        self,
+        states: StageStates,
+        labels: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor | None],
+        cu_seqlens: torch.Tensor | None,
     ) -> list[TokenLoss]:
         """Return the losses that compare each head's prediction with the trunk's prediction of the same token.
 
@@ -585,7 +618,8 @@ class GPTModel(McoreGPTModel):
         """
         trunk_TBH, position_S = self._whole_rows(states.trunk_SBH.detach(), cu_seqlens)
         losses = []
-        for depth, (hidden_SBH, labels_BS) in enumerate(zip(states.heads_SBH, labels, strict=True), start=1):
+        heads = enumerate(zip(states.heads_SBH, labels, weights, strict=True), start=1)
+        for depth, (hidden_SBH, labels_BS, share_BS) in heads:
             selected = select(labels_BS, hidden_SBH.device)
             trunk_NH = trunk_TBH[(position_S + depth)[selected.pos_N], selected.row_N]
             states_NH = self._selected_states(hidden_SBH, selected)
@@ -594,7 +628,7 @@ class GPTModel(McoreGPTModel):
             if self.heads_have_output_layers:
                 trunk_output = self.trunk_output_matrix().detached(self.pg_collection.tp)
             states_NH, trunk_NH = self._at_temperature(states_NH), self._at_temperature(trunk_NH)
-            losses.append(self._distillation(states_NH, trunk_NH, selected, output, trunk_output))
+            losses.append(self._distillation(states_NH, trunk_NH, selected, output, trunk_output, share_BS))
         return losses
 
     def _distillation(
@@ -604,18 +638,20 @@ class GPTModel(McoreGPTModel):
         selected: Selected,
         output: "OutputMatrix",
         trunk_output: "OutputMatrix",
+        share_BS: torch.Tensor | None,
     ) -> TokenLoss:
         """Return the distance between the predictions of a head and the trunk at each selected position.
 
         Args:
             output, trunk_output: output layers of the head and of the trunk, with the same tokens.
+            share_BS: weight of each position in the loss, if it is known.
         """
         assert self.mtp_loss != "ce"
         tp, with_overlap = self.pg_collection.tp, self.heads.has_joint_weights
         if self.loss_in_chunks:
             overlap_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_overlap else None
             target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach(), overlap_N)
-            return chunked_loss(states_NH, output.weight_VH, target, selected, tp, output.tokens_V)
+            return self._chunked(states_NH, output, target, selected, share_BS)
 
         def trunk_logits(rows: slice) -> torch.Tensor:
             return trunk_output.logits(trunk_NH[rows])

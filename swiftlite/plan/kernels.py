@@ -23,8 +23,9 @@ FlashImpl = Literal["FA3", "FA4"]
 """Names in torch of kernels that torch's attention calls after they are activated."""
 _IMPLS: dict[str, FlashImpl] = {"flash3": "FA3", "flash4": "FA4"}
 _PACKAGES = {"FA3": "flash_attn_interface of flash-attn 3", "FA4": "flash-attn-4"}
-CHUNK = 1024
-"""Number of positions whose logits `model/loss/chunked_loss.py` has in memory at a time, in float32."""
+CHUNK = 4096
+"""Number of positions whose logits `model/loss/chunked_loss.py` has in memory at a time. Each chunk reads and writes
+the whole float32 gradient of the output matrix."""
 LARGEST_HEAD = 256
 """Maximum channels per head of packed kernels."""
 _WORDS = {

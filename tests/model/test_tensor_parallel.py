@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from swiftlite.args.fields import DistributedArgs
 from swiftlite.families.resolved import resolve
 from swiftlite.model.gpt import Losses
 from swiftlite.model.inputs import ModelInputs, Target
@@ -59,6 +60,46 @@ def test_main_grad_is_autograds_sum(hf_model, mesh):
         gradient = theirs[name].grad
         assert gradient is not None
         torch.testing.assert_close(parameter.main_grad, 2 * gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}],
+    ids=str,
+)
+def test_the_loss_in_one_pass_adds_to_main_grad(hf_model, mesh, options):
+    """The output matrix's gradient, added in the forward pass, is the sum of two micro-batches.
+
+    With `overlap_grad_reduce`, megatron-core's hook gets a gradient of zeros, and reduces each bucket once.
+    """
+    shares = list(torch.rand(3, *TOKENS.shape))
+    labels, positions = TOKENS.roll(-1, dims=1), torch.arange(TOKENS.size(1)).expand_as(TOKENS)
+    plain = open_one(hf_model, mesh)
+    found = plain(ModelInputs(TOKENS, positions), Target(labels))
+    parts = [(one.loss_BS * share).sum() for one, share in zip([found.main, *found.mtp], shares, strict=True)]
+    torch.stack(parts).sum().backward()
+    chunk = open_one(hf_model, mesh)
+    chunk.loss_in_chunks = True
+    (model,) = wrap_model([chunk], mesh, torch.float32, DistributedArgs(**options))
+    model.zero_grad_buffer()
+
+    def backward() -> None:
+        found: Losses = model(ModelInputs(TOKENS, positions), Target(labels, weights=shares))
+        totals = [one.total for one in (found.main, *found.mtp) if one.total is not None]
+        assert len(totals) == 3
+        torch.stack(totals).sum().backward()
+
+    with model.no_sync():
+        backward()
+    backward()
+    model.finish_grad_sync()
+    theirs = dict(plain.named_parameters())
+    parameter: Any
+    for name, parameter in chunk.named_parameters():
+        gradient = theirs[name].grad
+        assert gradient is not None
+        torch.testing.assert_close(parameter.main_grad, 2 * gradient, rtol=1e-5, atol=1e-6)  # as above
+        assert parameter.grad is None
 
 
 def test_bfloat16_gradients_are_added_in_chunks(hf_model, mesh, monkeypatch):

@@ -34,6 +34,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Kernels, dict[str, An
         {},
         {
             "fused TP2+SP": (FUSED, TP2_SP),
+            "fused PP2": (FUSED, CASES["PP2"].options),
+            "fused DP2+overlap": (FUSED, CASES["DP2+overlap"].options),
             "TE": (TE, ALONE),
             "TE TP2+SP": (TE, TP2_SP),
             "TE DP2+overlap": (TE, CASES["DP2+overlap"].options),
@@ -46,6 +48,15 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Kernels, dict[str, An
             "fused TP2": (FUSED, CASES["TP2"].options),
             "fused CP2": (FUSED, CASES["CP2"].options),
             "TE": (TE_ATTENTION, ALONE),
+        },
+    ),
+    "tied": (
+        "qwen3",
+        KL,
+        {
+            "fused PP2": (FUSED, CASES["PP2"].options),
+            "fused DP2+overlap": (FUSED, CASES["DP2+overlap"].options),
+            "fused TP2": (FUSED, CASES["TP2"].options),
         },
     ),
     "heads, overlap": (
@@ -67,6 +78,9 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Kernels, dict[str, An
 COMPARED = [(way, name) for way, (_, _, others) in WAYS.items() for name in others]
 DAILY = [
     ("qwen3", "fused TP2+SP"),
+    ("qwen3", "fused DP2+overlap"),
+    ("tied", "fused PP2"),
+    ("tied", "fused DP2+overlap"),
     ("qwen3", "TE TP2+SP"),
     ("kl, packed", "fused CP2"),
     ("kl, packed", "TE"),
@@ -89,7 +103,7 @@ Computed = tuple[dict[str, Path], dict[tuple[str, str], Result]]
 def computed(request, tmp_path_factory) -> Computed:
     """Return models by kind, and results by kind and name; one process with local layers is "alone"."""
     root = tmp_path_factory.mktemp("kernels")
-    models = {way: parity.make_model(root / way, family, 1) for way, (family, _, _) in WAYS.items()}
+    models = {way: parity.make_model(root / way, family, 1, tied=way == "tied") for way, (family, _, _) in WAYS.items()}
     starts: dict[tuple[bool, int], dict[tuple[str, str], Job]] = {
         (False, 1): {},
         (False, 2): {},

@@ -432,4 +432,5 @@ def test_fused_kernels_keep_inputs_and_one_chunk_of_logits():
     assert of_layer[True] == tokens * (norms + inputs + attention + 2 * 3 * 12288)
     assert of_layer[True] < 0.75 * of_layer[False]
     assert estimate(config, plain)[0].logits == tokens * 151936 * (4 + 2)
-    assert estimate(config, fused)[0].logits == 1024 * 151936 * (4 + 2)
+    assert estimate(config, fused)[0].logits == 4096 * 151936 * 2
+    assert estimate(config, dataclasses.replace(fused, parameter_bytes=4))[0].logits == 4096 * 151936 * 4

@@ -128,7 +128,7 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, mesh, depth)
         for head in model.forward_mtp(hidden, list(batch.tokens_KBS[1:]), batch.position_ids_BS, [rotary] * depth)
     ]
     states = StageStates(hidden.detach(), heads_SBH=heads)
-    losses = model.forward_postprocess(states, list(batch.labels_KBS))
+    losses = model.forward_postprocess(states, Target(batch.labels_KBS[0], batch.labels_KBS[1:]))
     assert isinstance(losses, Losses)
     objective = NextTokenObjective(Heads(depth), SCALE)
     coefficients = coefficients_of(objective, objective.count_targets([batch]))

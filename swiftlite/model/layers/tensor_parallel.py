@@ -113,7 +113,7 @@ def sums_products_in_float32(dtype: torch.dtype) -> bool:
     one = torch.ones(16, 16, dtype=dtype, device="cuda")
     total = torch.ones(16, 16, device="cuda")
     try:
-        add_product_(total, one, one)
+        torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
     except (RuntimeError, TypeError):
         return False
     return bool((total == 17).all())
@@ -121,11 +121,15 @@ def sums_products_in_float32(dtype: torch.dtype) -> bool:
 
 def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add `left @ right` to `total`, which has the same or a higher precision. The product is not rounded before the
-    addition."""
+    addition, except on a GPU without `sums_products_in_float32`."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    else:
+    elif not left.is_cuda:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    elif sums_products_in_float32(left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

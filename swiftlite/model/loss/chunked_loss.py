@@ -1,11 +1,16 @@
 """Compute the losses of `losses.py` from hidden states, so that only one chunk of logits is in memory at a time.
 
-The forward pass computes the logits of a chunk, then its losses, and overwrites the logits with their gradient. It
-stores only the gradient with respect to the states. The weight of each position in the loss is known only in the
-backward pass. There, the stored gradient of each position is multiplied by the position's weight. The gradient of the
-output matrix is a sum over positions and could not be corrected afterwards. Therefore, if the matrix is trained, the
-backward pass computes the logits of each chunk again. With 8,192 positions and a vocabulary of 150,000, this costs one
-more matrix product (1/30 of the work of an 8B model) and saves 5 GB.
+The forward pass computes the logits of a chunk, then its losses and predictions, and overwrites the logits with their
+gradient, which is multiplied by both factors of the logits: once for the gradient of the states, once for the gradient
+of the output matrix, if it is trained. The latter is a sum over positions, so the weight of each position in the loss
+must be known.
+
+- Supervised methods know the weights before the forward pass. `_WeightedLoss` returns the weighted sum. It computes the
+  gradient of the output matrix in the forward pass, and adds it to `main_grad` in float32.
+- In DPO, KTO and GRPO, and with `--mtp_unroll_weights joint`, weights depend on the losses. `_ChunkedLoss` returns the
+  loss of each position. The backward pass multiplies the gradient of each state by the position's weight, and computes
+  the logits of each chunk again for the gradient of a trained output matrix. With 8,192 positions and a vocabulary of
+  150,000, this costs one more matrix product (1/30 of the work of an 8B model) and saves 5 GB.
 
 Shapes: B batch, S sequence, N selected tokens, C of them in a chunk, V vocabulary on this rank, H hidden size.
 """
@@ -19,6 +24,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from swiftlite.model.layers.compiled import compiled
+from swiftlite.model.layers.tensor_parallel import add_product_
 from swiftlite.model.loss.losses import (
     Distance,
     Group,
@@ -34,6 +40,10 @@ from swiftlite.model.loss.losses import (
     vocab_parallel_argmax,
 )
 from swiftlite.plan.kernels import CHUNK
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+"""Losses [C] of a chunk, and the row of the output matrix with the largest logit, int64 [C]; None if the rows are split
+over ranks."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +61,14 @@ class LabelTarget:
         self,
         logits_CV: torch.Tensor,
         rows: slice,
-        weight_VH: torch.Tensor,
         group: Group,
         share_C1: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the losses [C] of a chunk in float32, and overwrite its logits with the gradient.
+    ) -> Results:
+        """Return the losses [C] of a chunk in float32 and where its logits are largest, and overwrite the logits with
+        the gradient.
 
         Args:
             rows: positions of the chunk.
-            weight_VH: the output matrix.
             share_C1: factor of each position's gradient; None for 1.
         """
         label_C = self.label_N[rows]
@@ -67,7 +76,7 @@ class LabelTarget:
             function = _fused_entropy if group is None else entropy
             self.entropy_N[rows] = function(logits_CV, group)
         if group is not None:
-            return _cross_entropy_(logits_CV, label_C, share_C1, group)
+            return _cross_entropy_(logits_CV, label_C, share_C1, group), None
         logit_C1 = logits_CV.gather(1, label_C[:, None])
         return _fused_cross_entropy_(logits_CV, logit_C1, label_C, share_C1)
 
@@ -91,14 +100,10 @@ class TrunkTarget:
         self,
         logits_CV: torch.Tensor,
         rows: slice,
-        weight_VH: torch.Tensor,
         group: Group,
         share_C1: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the distances [C] of a chunk in float32, and overwrite its logits with the gradient.
-
-        The arguments are those of `LabelTarget.loss_`.
-        """
+    ) -> Results:
+        """Return the distances [C] of a chunk, as `LabelTarget.loss_`."""
         trunk_CV = self.trunk_NH[rows] @ self.output_VH.t()
         overlap_C = None
         if self.overlap_N is not None and share_C1 is None:
@@ -138,14 +143,10 @@ class TeacherTarget:
         self,
         logits_CV: torch.Tensor,
         rows: slice,
-        weight_VH: torch.Tensor,
         group: Group,
         share_C1: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the divergences [C] of a chunk in float32, and overwrite its logits with the gradient.
-
-        The arguments are those of `LabelTarget.loss_`.
-        """
+    ) -> Results:
+        """Return the divergences [C] of a chunk, as `LabelTarget.loss_`."""
         return _distance_of_chunk_(logits_CV, self.logits(rows), self.distance, share_C1, group, self.weight)
 
 
@@ -160,8 +161,8 @@ def _cross_entropy_(
 
 def _whole_cross_entropy_(
     logits_CV: torch.Tensor, logit_C1: torch.Tensor, label_C: torch.Tensor, share_C1: torch.Tensor | None
-) -> torch.Tensor:
-    """Compute `_cross_entropy_` if this rank has the whole vocabulary.
+) -> Results:
+    """Compute `_cross_entropy_` and the largest logits if this rank has the whole vocabulary.
 
     Compiled, this is one kernel without a temporary tensor of the logits' size. It uses no scatter, and computes the
     exponentials twice instead of storing them.
@@ -170,8 +171,9 @@ def _whole_cross_entropy_(
         logit_C1: the logit of each label. It is not read here, because the compiler of torch 2.11 reads it from logits
             that are already overwritten.
     """
+    best_C = logits_CV.argmax(dim=-1)
     if not torch.compiler.is_compiling():
-        return _cross_entropy_(logits_CV, label_C, share_C1, None)
+        return _cross_entropy_(logits_CV, label_C, share_C1, None), best_C
     wide_CV = logits_CV.float()
     largest_C1 = wide_CV.amax(dim=-1, keepdim=True)
     log_sum_C1 = (wide_CV - largest_C1).exp().sum(dim=-1, keepdim=True).log() + largest_C1
@@ -179,7 +181,7 @@ def _whole_cross_entropy_(
     is_label_CV = word_V == label_C[:, None]
     gradient_CV = (wide_CV - log_sum_C1).exp() - is_label_CV.float()
     _put_(gradient_CV, share_C1, logits_CV)
-    return (log_sum_C1 - logit_C1.float())[:, 0]
+    return (log_sum_C1 - logit_C1.float())[:, 0], best_C
 
 
 def _distance_of_chunk_(
@@ -190,9 +192,10 @@ def _distance_of_chunk_(
     group: Group,
     beta: torch.Tensor | None = None,
     overlap_C: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> Results:
     """Call `_distance_`, compiled if this rank has the whole vocabulary."""
     function = _fused_distance_ if group is None else _distance_
+    torch._dynamo.mark_static(trunk_CV, 1)
     return function(logits_CV, trunk_CV, distance, share_C1, group, beta, overlap_C)
 
 
@@ -204,13 +207,14 @@ def _distance_(
     group: Group,
     beta: torch.Tensor | None = None,
     overlap_C: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> Results:
+    best_C = logits_CV.argmax(dim=-1) if group is None else None
     wide_CV = logits_CV.float()
     loss_C = compare_(wide_CV, trunk_CV.float(), distance, group, beta)
     if overlap_C is not None:
         overlap_C.copy_(overlap_of(distance, loss_C, wide_CV, group))
     _put_(wide_CV, share_C1, logits_CV)
-    return loss_C
+    return loss_C, best_C
 
 
 def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: torch.Tensor) -> None:
@@ -236,6 +240,9 @@ def chunked_loss(
     selected: Selected,
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
+    share_BS: torch.Tensor | None = None,
+    *,
+    returns_gradient: bool = True,
 ) -> TokenLoss:
     """Return the result of `token_loss` or `distillation_loss` for the logits `states_NH @ weight_VH.T`.
 
@@ -243,12 +250,102 @@ def chunked_loss(
         weight_VH: this rank's part of the output matrix.
         selected: the positions in the micro-batch that `states_NH` belong to, and their labels.
         tokens_V: the token of each row of the matrix, for a draft vocabulary; None for the whole vocabulary.
+        share_BS: weight of each position, if it is known. With it, and if the matrix is trained, only the weighted sum
+            `TokenLoss.total` has a gradient. The derivative of the loss with respect to it must be 1: megatron-core's
+            schedules do not scale losses in bfloat16 and float32.
+        returns_gradient: whether autograd must receive a gradient of the matrix although it was added to `main_grad`.
     """
-    results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, sharing(tp_group), tokens_V)
-    loss_N, prediction_N = results
+    logits = _Logits(weight_VH, target, sharing(tp_group), tokens_V)
     entropy_N = target.entropy_N if isinstance(target, LabelTarget) else None
     overlap_N = target.overlap_N if isinstance(target, TrunkTarget) else None
-    return laid_out(loss_N, prediction_N, selected, entropy_N, overlap_N)
+    total = None
+    if share_BS is not None and weight_VH.requires_grad and torch.is_grad_enabled():
+        share_N1 = share_BS[selected.row_N, selected.pos_N][:, None]
+        assert entropy_N is None, "filled only where weights are not known"
+        assert overlap_N is None, "filled only where weights are not known"
+        results: Any = _WeightedLoss.apply(states_NH, weight_VH, logits, share_N1, returns_gradient)
+        total, loss_N, prediction_N = results
+    else:
+        results = _ChunkedLoss.apply(states_NH, weight_VH, logits)
+        loss_N, prediction_N = results
+    return laid_out(loss_N, prediction_N, selected, entropy_N, overlap_N, total)
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """The logits of all positions, of which one chunk is computed at a time. The fields are arguments of
+    `chunked_loss`."""
+
+    weight_VH: torch.Tensor
+    target: Target
+    group: Group
+    tokens_V: torch.Tensor | None
+
+    def chunk(
+        self, states_NH: torch.Tensor, rows: slice, share_N1: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradient of the logits [C, V] of a chunk, its losses and its predictions [C].
+
+        Args:
+            rows: positions of the chunk.
+            share_N1: factor of each position's gradient; None for 1.
+        """
+        logits_CV = states_NH[rows] @ self.weight_VH.t()
+        # The kernels read whole rows, in wide loads if they know the distance between rows.
+        torch._dynamo.mark_static(logits_CV, 1)
+        share_C1 = None if share_N1 is None else share_N1[rows]
+        if self.group is not None:
+            prediction_C = vocab_parallel_argmax(logits_CV, self.group, self.tokens_V)
+            loss_C, _ = self.target.loss_(logits_CV, rows, self.group, share_C1)
+            return logits_CV, loss_C, prediction_C
+        loss_C, row_C = self.target.loss_(logits_CV, rows, None, share_C1)
+        assert row_C is not None
+        return logits_CV, loss_C, row_C if self.tokens_V is None else self.tokens_V[row_C]
+
+
+class _WeightedLoss(torch.autograd.Function):
+    """Computes the sum of weighted losses, which has a gradient, losses [N] and predictions [N]."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        states_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        logits: _Logits,
+        share_N1: torch.Tensor,
+        returns_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        loss_N, prediction_N, grad_NH = _results(states_NH, ctx.needs_input_grad[0])
+        main_grad_VH: Any = getattr(weight_VH, "main_grad", None)
+        sum_VH = main_grad_VH
+        if main_grad_VH is None or main_grad_VH.dtype != torch.float32:
+            sum_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+
+        def compute(rows: slice) -> None:  # a function, so that a chunk is freed at its end
+            grad_CV, loss_N[rows], prediction_N[rows] = logits.chunk(states_NH, rows, share_N1)
+            if grad_NH is not None:
+                torch.matmul(grad_CV, weight_VH, out=grad_NH[rows])
+            add_product_(sum_VH, grad_CV.t(), states_NH[rows])
+
+        for rows in _chunks(len(states_NH)):
+            compute(rows)
+        ctx.mark_non_differentiable(loss_N, prediction_N)
+        ctx.save_for_backward(grad_NH, None if sum_VH is main_grad_VH else sum_VH)
+        ctx.weight_VH, ctx.group, ctx.returns_gradient = weight_VH, logits.group, returns_gradient
+        return (loss_N * share_N1[:, 0]).sum(), loss_N, prediction_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_NH, sum_VH = ctx.saved_tensors
+        if grad_NH is not None:
+            grad_NH = _over_ranks(grad_NH * grad_outputs[0], ctx.group)
+        grad_VH = None
+        if sum_VH is not None:
+            grad_VH = (sum_VH * grad_outputs[0]).to(ctx.weight_VH.dtype)
+        elif ctx.returns_gradient:
+            grad_VH = ctx.weight_VH.new_zeros(()).expand_as(ctx.weight_VH)
+        return grad_NH, grad_VH, None, None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -256,30 +353,21 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        states_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        target: Target,
-        group: Group,
-        tokens_V: torch.Tensor | None,
+        ctx, states_NH: torch.Tensor, weight_VH: torch.Tensor, logits: _Logits
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        loss_N = states_NH.new_zeros(len(states_NH), dtype=torch.float32)
-        prediction_N = torch.zeros(len(states_NH), dtype=torch.int64, device=states_NH.device)
-        grad_NH = torch.empty_like(states_NH) if ctx.needs_input_grad[0] else None
+        loss_N, prediction_N, grad_NH = _results(states_NH, ctx.needs_input_grad[0])
 
-        def compute(rows: slice) -> None:  # a function, so that a chunk is freed at its end
-            logits_CV = states_NH[rows] @ weight_VH.t()
-            prediction_N[rows] = vocab_parallel_argmax(logits_CV, group, tokens_V)
-            loss_N[rows] = target.loss_(logits_CV, rows, weight_VH, group)
+        def compute(rows: slice) -> None:
+            grad_CV, loss_N[rows], prediction_N[rows] = logits.chunk(states_NH, rows)
             if grad_NH is not None:
-                torch.matmul(logits_CV, weight_VH, out=grad_NH[rows])
+                torch.matmul(grad_CV, weight_VH, out=grad_NH[rows])
 
         for rows in _chunks(len(states_NH)):
             compute(rows)
         ctx.mark_non_differentiable(prediction_N)
         kept_states_NH = states_NH if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(grad_NH, kept_states_NH)
-        ctx.weight_VH, ctx.target, ctx.group = weight_VH, target, group
+        ctx.logits = logits
         return loss_N, prediction_N
 
     @staticmethod
@@ -288,33 +376,38 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_NH, states_NH = ctx.saved_tensors
         share_N1 = grad_outputs[0][:, None]
         if grad_NH is not None:
-            grad_NH = (grad_NH * share_N1).to(grad_NH.dtype)
-            if ctx.group is not None:
-                dist.all_reduce(grad_NH, group=ctx.group)  # each rank has the part of its vocabulary
+            grad_NH = _over_ranks((grad_NH * share_N1).to(grad_NH.dtype), ctx.logits.group)
         grad_VH = None
         if states_NH is not None:
-            grad_VH = _matrix_gradient(states_NH, share_N1, ctx.weight_VH, ctx.target, ctx.group)
-        return grad_NH, grad_VH, None, None, None
+            grad_VH = _matrix_gradient(states_NH, share_N1, ctx.logits)
+        return grad_NH, grad_VH, None
 
 
-def _matrix_gradient(
-    states_NH: torch.Tensor,
-    share_N1: torch.Tensor,
-    weight_VH: torch.Tensor,
-    target: Target,
-    group: Group,
-) -> torch.Tensor:
+def _matrix_gradient(states_NH: torch.Tensor, share_N1: torch.Tensor, logits: _Logits) -> torch.Tensor:
     """Return the gradient of the output matrix [V, H], from recomputed logits."""
-    grad_VH = torch.zeros_like(weight_VH)
+    grad_VH = torch.zeros_like(logits.weight_VH)
 
     def add(rows: slice) -> None:
-        logits_CV = states_NH[rows] @ weight_VH.t()
-        target.loss_(logits_CV, rows, weight_VH, group, share_N1[rows])
-        grad_VH.addmm_(logits_CV.t(), states_NH[rows])
+        grad_CV, _, _ = logits.chunk(states_NH, rows, share_N1)
+        grad_VH.addmm_(grad_CV.t(), states_NH[rows])
 
     for rows in _chunks(len(states_NH)):
         add(rows)
     return grad_VH
+
+
+def _results(states_NH: torch.Tensor, learns: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return memory for losses [N], predictions [N], and the gradient of the states, if they get one."""
+    loss_N = states_NH.new_zeros(len(states_NH), dtype=torch.float32)
+    prediction_N = torch.zeros(len(states_NH), dtype=torch.int64, device=states_NH.device)
+    return loss_N, prediction_N, torch.empty_like(states_NH) if learns else None
+
+
+def _over_ranks(grad_NH: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum the gradient of the states over ranks, each of which has the part of its vocabulary."""
+    if group is not None:
+        dist.all_reduce(grad_NH, group=group)
+    return grad_NH
 
 
 def _chunks(number: int) -> Iterator[slice]:

@@ -60,12 +60,15 @@ class TokenLoss:
         entropy_BS: entropy of the head's distribution, float32, in nats; 0 where the target is ignored. None if it was
             not requested.
         overlap_BS: overlap of the distributions of head and trunk, see `distillation_loss`; otherwise as `entropy_BS`.
+        total: sum of the losses, multiplied by their weights, with gradient; then `loss_BS` has none. None unless the
+            weights were known in the forward pass (`Target.weights`).
     """
 
     loss_BS: torch.Tensor
     prediction_BS: torch.Tensor
     entropy_BS: torch.Tensor | None = None
     overlap_BS: torch.Tensor | None = None
+    total: torch.Tensor | None = None
 
 
 def sharing(tp_group: dist.ProcessGroup) -> Group:
@@ -406,6 +409,7 @@ def laid_out(
     selected: Selected,
     entropy_N: torch.Tensor | None = None,
     overlap_N: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> TokenLoss:
     """Scatter values at the selected positions back to [B, S]."""
     # Indices instead of a mask: with a mask, the host would wait for the size of the gradient.
@@ -418,4 +422,4 @@ def laid_out(
             return None
         return values_N.new_zeros(selected.shape).index_put(where, values_N)
 
-    return TokenLoss(loss_BS, prediction_BS, optional(entropy_N), optional(overlap_N))
+    return TokenLoss(loss_BS, prediction_BS, optional(entropy_N), optional(overlap_N), total)

@@ -13,9 +13,9 @@ class Software:
         attention: share of the GPU's peak that attention reaches, forward and backward. The value is assumed for
             FlashAttention-2 on Hopper. Newer kernels reach a larger share, as does FlashAttention-2 on an A100.
         logit_bytes: bytes moved per logit by a fused loss outside of matrix products, if the vocabulary is not split.
-            In bfloat16, these are 4 reads and a write in the forward pass (maximum, sum and gradient in one compiled
-            kernel, prediction), and 3 reads and a write in the backward pass. `tests/model/test_chunked_loss.py` counts
-            them.
+            In bfloat16, these are 3 reads (maximum and prediction, sum, gradient) and a write of one compiled kernel.
+            `tests/model/test_chunked_loss.py` counts them. DPO, KTO and GRPO run the kernel twice and have one more
+            matrix product, which is not estimated.
         split_logit_bytes: like logit_bytes, for a vocabulary that is split over tensor-parallel ranks, in float32.
             Counted from the kernels.
         gradient_bytes: bytes moved per weight and micro-batch to accumulate its gradient, which is written and read in
@@ -23,8 +23,8 @@ class Software:
             `overlap_grad_reduce`, the matrix product accumulates directly and moves 8 bytes.
         stack_bytes: bytes moved per weight of experts to stack the weights for one product, once in the forward and
             once in the backward pass. Counted from the kernels.
-        vocabulary_products: number of matrix products for the loss, forward and backward. A chunked loss has one more,
-            because it recomputes logits (`model/loss/chunked_loss.py`).
+        vocabulary_products: number of matrix products for the loss, forward and backward; more than 3 if logits are
+            recomputed.
         exposed_tp: number of exposed (not overlapped) collectives of half a layer, forward and backward. megatron-core
             overlaps two of the three collectives of the backward pass with matrix products.
         exposed_sends: share of the time of messages between interleaved stages that does not overlap with computation.
@@ -32,11 +32,11 @@ class Software:
     """
 
     attention: float = 0.34
-    logit_bytes: float = 18
+    logit_bytes: float = 8
     split_logit_bytes: float = 98
     gradient_bytes: float = 12
     stack_bytes: float = 4
-    vocabulary_products: int = 4
+    vocabulary_products: int = 3
     exposed_tp: tuple[float, float] = (2, 1)
     exposed_sends: float = 0.5
 

@@ -306,6 +306,10 @@ class VirtualStage:
         rounded = 0
         if rank.itemsize < FLOAT32:
             rounded = num_logits * rank.itemsize
+        if rank.is_fused and rounded and rank.tp == 1:
+            # The compiled kernel overwrites rounded logits. Without a trained trunk, heads are compared with as many of
+            # the trunk's, unless --mtp_loss is ce.
+            return ForwardPass(tuple(entries), recomputed, passing_logits=(1 + model.is_trunk_frozen) * rounded)
         if rank.is_fused:
             return ForwardPass(tuple(entries), recomputed, passing_logits=num_logits * FLOAT32 + rounded)
         logits = rank.tokens * sum(vocabularies) * FLOAT32

@@ -14,7 +14,7 @@ from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.balance import Balance
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.methods.mtp_loss import count_labels, head_coefficients
+from swiftlite.train.methods.mtp_loss import count_labels, head_coefficients, target_weights
 from swiftlite.train.methods.next_token import mean_over_labels
 from swiftlite.train.methods.teacher import Teacher
 
@@ -66,10 +66,11 @@ class DistillationObjective:
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
-            target = None
+            teacher = None
             if get_attr_wrapped_model(model, "post_process"):  # the last stage computes all micro-batches in order
-                target = self.teacher.target(next(states), self.beta)
-            output = model(ModelInputs.of(batch, balance), Target.of(batch, target))
+                teacher = self.teacher.target(next(states), self.beta)
+            weights = target_weights(batch.loss_scale_KBS, coefficients)
+            output = model(ModelInputs.of(batch, balance), Target.of(batch, teacher, weights=weights))
             return output, partial(mean_over_labels, batch=batch, coefficients=coefficients, mesh=mesh)
 
         return forward_step

@@ -62,6 +62,11 @@ def mean_of(total: float, number: float) -> float:
     return total / number
 
 
+def target_weights(loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> list[torch.Tensor]:
+    """Return `Target.weights` of a loss that is `sum(w * L)` of the trunk and `add_heads`."""
+    return [c * weight_BS for c, weight_BS in zip((1.0, *coefficients), loss_scale_KBS, strict=True)]
+
+
 def add_heads(
     total: torch.Tensor, losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]
 ) -> torch.Tensor:
@@ -72,7 +77,10 @@ def add_heads(
         of_chains = chain_weights(overlaps)
         weights = [weight_BS * of_chain_BS for weight_BS, of_chain_BS in zip(weights, of_chains, strict=True)]
     for coefficient, head, weight_BS in zip(coefficients, losses.mtp, weights, strict=True):
-        total = total + coefficient * (head.loss_BS * weight_BS).sum()
+        summed = head.total
+        if summed is None:
+            summed = coefficient * (head.loss_BS * weight_BS).sum()
+        total = total + summed
     return total
 
 

@@ -20,7 +20,7 @@ from swiftlite.model.loss.balance import Balance
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.trunk import COMPUTED, TrunkSource
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients
+from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, target_weights
 from swiftlite.train.phases import Run
 
 
@@ -67,7 +67,8 @@ class NextTokenObjective:
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
-            output = model(ModelInputs.of(batch, balance), Target.of(batch), self.trunk.output(model, batch))
+            target = Target.of(batch, weights=target_weights(batch.loss_scale_KBS, coefficients))
+            output = model(ModelInputs.of(batch, balance), target, self.trunk.output(model, batch))
             return output, partial(mean_over_labels, batch=batch, coefficients=coefficients, mesh=mesh)
 
         return forward_step
@@ -89,7 +90,9 @@ def mean_over_labels(
 
 def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
     """Compute `sum(w * CE) + sum_k( c_k * sum(w * L_k) )` of one micro-batch, a scalar."""
-    total = (losses.main.loss_BS * loss_scale_KBS[0]).sum()
+    total = losses.main.total
+    if total is None:
+        total = (losses.main.loss_BS * loss_scale_KBS[0]).sum()
     return add_heads(total, losses, loss_scale_KBS, coefficients)
 
 
