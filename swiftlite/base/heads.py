@@ -87,7 +87,9 @@ class Heads:
         layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
         if declared["kind"] != MTP:
             layers = hf_config[DRAFTER_KEY].get("layers")
-            declared["features"] = tuple(hf_config[DRAFTER_KEY].get(FEATURES_KEY) or ())
+            features = hf_config[DRAFTER_KEY].get(FEATURES_KEY)
+            if isinstance(features, list):
+                declared["features"] = tuple(features)
         drafted, drafting = hf_config.get(DRAFT_VOCAB_KEY), hf_config.get(DRAFTING_KEY)
         if isinstance(layers, int):
             declared["layers"] = layers

@@ -82,5 +82,6 @@ def _are_features(given: Any, num_layers: Any) -> bool:
     """Return whether a value can be `Heads.features`."""
     if not isinstance(given, list) or not all(type(layer) is int for layer in given):
         return False
-    is_ascending = all(before < after for before, after in pairwise(given))
-    return is_ascending and all(0 <= layer < num_layers for layer in given)
+    if not isinstance(num_layers, int):  # which is reported elsewhere
+        return True
+    return all(before < after for before, after in pairwise([-1, *given, num_layers]))

@@ -136,7 +136,7 @@ OPTIONS = (
 
 def sft_words(dataset: Path) -> list[str]:
     files = f"--model model --dataset {dataset} --val_dataset val.jsonl"
-    return f"megatron sft {files} --drafter eagle3.1 {OPTIONS} --train_iters 40 --save_steps 20".split()
+    return f"megatron sft {files} --drafter eagle3.1 {OPTIONS} --train_iters 120 --save_steps 60".split()
 
 
 def train(commands: Commands, dataset: Path) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def train(commands: Commands, dataset: Path) -> dict[str, Any]:
 
 
 def test_a_run_counts_what_transformers_counts(commands, dataset):
-    """The whole way of a drafter through the commands: training, resuming, export, reading back, doctor, inference."""
+    """A drafter passes through the commands: training, export, inference, evaluation, doctor."""
     said_by_run, directory = train(commands, dataset), commands.directory
     assert said_by_run["accepted"] > 3
     before, after = (load_file(directory / name / "model.safetensors") for name in ("model", "hf"))
@@ -164,6 +164,9 @@ def test_a_run_counts_what_transformers_counts(commands, dataset):
     commands.ok("infer", *f"{usual} --val_dataset val.jsonl --acceptance_json whole/acceptance.json".split())
     engines = json.loads((directory / "whole" / "acceptance.json").read_text())["engines"]
     assert {name: engines["transformers"][name] for name in said_by_run} == said_by_run
+    commands.ok(*"evaluate --model hf --dataset val.jsonl --torch_dtype float32 --output_dir evaluation".split())
+    measured = json.loads((directory / "evaluation" / "evaluation.json").read_text())["model"]
+    assert len(measured["teacher_forced"]["all"]["heads"]) == 2
     assert "valid" in commands.ok("doctor", "--model", "hf").stdout
     tensors = load_file(directory / "hf" / "draft" / "model.safetensors")
     tensors["fc.weight"] += 1
@@ -181,7 +184,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(commands, dataset):
     train(commands, dataset)
     directory = commands.directory
     shutil.copytree(directory / "whole", directory / "parts")
-    shutil.rmtree(directory / "parts" / "checkpoint-40")
+    shutil.rmtree(directory / "parts" / "checkpoint-120")
     commands.ok(*sft_words(dataset), "--output_dir", "parts", "--resume", "true")
     commands.ok(*"export --to_hf --model parts --output_dir hf-parts".split())
     whole, parts = (load_file(directory / name / "draft" / "model.safetensors") for name in ("hf", "hf-parts"))
