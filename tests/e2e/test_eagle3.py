@@ -116,7 +116,7 @@ def test_doctor_loads_trunk_and_folder_without_plugins(vllm_host, tmp_path, mesh
     del tensors["midlayer.hidden_norm.weight"]
     save_file(tensors, file, {"format": "pt"})
     report = vllm_host.call(partial(report_of, directory))
-    assert mention_each(report.problems, ["draft/ model.safetensors hidden_norm", f"{DRAFT_CLASS} hidden_norm"])
+    assert mention_each(report.problems, ["draft/ model.safetensors midlayer.hidden_norm.weight", f"{DRAFT_CLASS} 64"])
 
 
 def test_vllm_is_refused_for_a_trunk_without_inner_states(tmp_path):

@@ -9,13 +9,15 @@ import torch
 from swiftlite.args.fields import RecomputeArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.rows import shapes_of
+from swiftlite.data.batch import collate_packed
 from swiftlite.families.resolved import resolve
+from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.open import open_model
 from tests.engines.eagle3_reference import VERSIONS, Eagle3Reference, add_drafter, declare
 from tests.messages import naming
-from tests.model.test_unroll import drafted_logits
+from tests.model.test_unroll import drafted_logits, make_samples
 from tests.tiers import all_but
 from tests.tiny import make_tiny_hf
 
@@ -93,6 +95,23 @@ def test_another_layer_is_noticed(features, tmp_path, mesh):
     else:
         with pytest.raises(UserError, match=naming("fc.weight")):
             load(declare(directory, "3.1", features), mesh)
+
+
+def test_a_packed_row_is_its_sequences(tmp_path, mesh):
+    model, samples = load(make(tmp_path), mesh), make_samples()
+    batch = collate_packed(samples, 0, num_drafts=STEPS)
+    assert batch.cu_seqlens is not None
+    packing = describe_packed(batch.cu_seqlens)
+    packed = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS, packed_seq_params=packing))
+    for sample, start in zip(samples, batch.cu_seqlens.tolist(), strict=False):
+        length = len(sample.input_ids)
+        ids_BS = torch.from_numpy(sample.input_ids).long()[None]
+        alone = model(ModelInputs(ids_BS, torch.arange(length)[None]))
+        for step in range(STEPS):
+            known = length - step - 1
+            wanted = alone.mtp[step][0, :known]
+            found = packed.mtp[step][0, start : start + known]
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
 
 
 def test_recomputation_changes_no_bit(tmp_path, mesh):
