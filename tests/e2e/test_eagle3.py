@@ -25,6 +25,7 @@ from tests.e2e.test_stock_drafts import (
 )
 from tests.engines.eagle3_reference import VERSIONS, Eagle3Reference, declare
 from tests.engines.reference import Counts, Reference, write_trained
+from tests.growth.test_drafter import learn, load_trunk, tokens_of
 from tests.messages import answers_equal, mention_each, naming
 from tests.stock_exports import SIZES
 from tests.tiers import some_of
@@ -129,7 +130,7 @@ def test_vllm_is_refused_for_a_trunk_without_inner_states(tmp_path):
 
 
 OPTIONS = (
-    "--torch_dtype float32 --mtp_mode heads_only --mtp_unroll 2 --global_batch_size 8 --lr 1e-2 "
+    "--torch_dtype float32 --mtp_mode heads_only --mtp_unroll 2 --global_batch_size 8 --lr 3e-3 "
     "--acceptance_samples 3 --acceptance_max_new_tokens 12"
 )
 
@@ -140,9 +141,14 @@ def sft_words(dataset: Path) -> list[str]:
 
 
 def train(commands: Commands, dataset: Path) -> dict[str, Any]:
-    """Train a drafter and export it; return what acceptance.json says."""
+    """Train a drafter for a model that knows the rows, and export it; return what acceptance.json says."""
     directory = commands.directory
-    make_tiny_hf(directory / "model", "llama", with_tokenizer=True, num_hidden_layers=LAYERS)
+    model = make_tiny_hf(directory / "model", "llama", with_tokenizer=True, num_hidden_layers=LAYERS)
+    trunk = load_trunk(model)
+    learn(trunk, tokens_of(model, dataset, with_answers=True))
+    learned = trunk.state_dict()
+    tensors = {key: learned[key].contiguous() for key in load_file(model / "model.safetensors")}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
     (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
     commands.ok(*sft_words(dataset), "--output_dir", "whole")
     commands.ok(*"export --to_hf --model whole --output_dir hf".split())
