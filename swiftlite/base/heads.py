@@ -29,6 +29,8 @@ DRAFTER_KEY = "drafter"
 """Key of an export's config.json for a drafter other than MTP heads: an object with the drafter's `kind`, its number of
 `layers`, and settings of the kind. The number has another key than that of MTP layers, from which engines would load
 MTP heads."""
+FEATURES_KEY = "feature_layers"
+"""Key of this object for `Heads.features`."""
 MTP = "mtp"
 """The kind of drafter of a config.json without DRAFTER_KEY: MTP heads."""
 
@@ -65,6 +67,8 @@ class Heads:
         drafting: inputs of the heads; None means the inputs that vLLM passes to heads of the family.
         kind: kind of drafter (`families/drafters.py`). A layer of another kind than MTP heads is a numbered part of it,
             and `unroll` the number of tokens that the part drafts.
+        features: numbers (from 0) of the decoder layers whose inputs the drafter reads, ascending, instead of the last
+            state of the trunk. The input of layer n is the output of layer n - 1, that of layer 0 the embedding.
     """
 
     layers: int = 0
@@ -74,6 +78,7 @@ class Heads:
     drafting: Drafting | None = None
     kind: str = MTP
     has_joint_weights: bool = False
+    features: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
@@ -82,6 +87,9 @@ class Heads:
         layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
         if declared["kind"] != MTP:
             layers = hf_config[DRAFTER_KEY].get("layers")
+            features = hf_config[DRAFTER_KEY].get(FEATURES_KEY)
+            if isinstance(features, list):
+                declared["features"] = tuple(features)
         drafted, drafting = hf_config.get(DRAFT_VOCAB_KEY), hf_config.get(DRAFTING_KEY)
         if isinstance(layers, int):
             declared["layers"] = layers

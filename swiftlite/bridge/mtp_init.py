@@ -9,6 +9,7 @@ are initialized by `_pass_through`.
 Initial values do not depend on the tensor-parallel size.
 """
 
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,7 +72,7 @@ def random_tensors(row: Row, std: float, seed: int, norm_start: float) -> dict[s
     depends on the tensor-parallel size. Each tensor has a separate generator, so that its values do not depend on rank
     or order.
     """
-    if row.mcore.endswith("norm.weight"):
+    if re.search(r"norm(\.\d+)?\.weight$", row.mcore):
         return {key: torch.full(shape, norm_start) for key, shape in row.hf.items()}
     if row.mcore.endswith("bias"):  # including a router's expert_bias
         return {key: torch.zeros(shape) for key, shape in row.hf.items()}

@@ -22,6 +22,7 @@ from swiftlite.args.docs import Choices
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.index import names_with
+from swiftlite.families.drafters import NEW
 from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import training_commands
 
@@ -45,7 +46,7 @@ class Command:
         if issubclass(self.args_class, CompletionArgs):
             return {"draft_for": list(DRAFT_FOR), "infer_backend": names_with("draws_rollouts")}
         if issubclass(self.args_class, SftArgs):
-            return {"draft_for": list(DRAFT_FOR)}
+            return {"draft_for": list(DRAFT_FOR), "drafter": list(NEW)}
         if self.args_class not in ENGINE_OPTIONS:
             return {}
         option, names = ENGINE_OPTIONS[self.args_class]

@@ -4,6 +4,7 @@ If tensors of heads are missing, engines silently drop heads or leave their weig
 still correct, but acceptance drops.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
 from swiftlite.base.errors import UserError
@@ -39,21 +40,26 @@ def check_files(model: HfModel) -> None:
         pass
 
 
-def require_heads(model: HfModel) -> None:
-    """Check that the files contain exactly the tensors of the MTP heads that config.json declares.
+def require_heads(model: HfModel, kinds: Collection[str] = (MTP,)) -> None:
+    """Check that the files contain exactly the tensors of the MTP heads, or the drafter, that config.json declares.
+
+    Args:
+        kinds: kinds of drafters with which the engine drafts.
 
     Raises:
-        UserError: config.json declares no heads, or tensors are missing or unexpected.
+        UserError: config.json declares no heads, or tensors are missing or unexpected, or the engine does not draft
+            with this kind of drafter.
     """
     if model.heads.layers == 0:
         raise UserError(
             f"--speculative mtp requires MTP heads, but {model.directory / 'config.json'} declares none",
             "train heads (swiftlite megatron sft --mtp_num_layers 1 ...), or remove --speculative",
         )
-    if model.heads.kind != MTP:
+    if model.heads.kind not in kinds:
         raise UserError(
-            f"{model.directory / 'config.json'} declares the drafter {model.heads.kind!r}, with which no engine drafts",
-            "serve the trunk alone: export the run with --mtp strip",
+            f"{model.directory / 'config.json'} declares the drafter {model.heads.kind!r}, with which this engine does "
+            "not draft",
+            "use --infer_backend vllm, or serve the trunk alone: export the run with --mtp strip",
         )
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
         found = {key: entry.shape for key, entry in checkpoint.entries.items()}
@@ -75,7 +81,9 @@ def require_heads(model: HfModel) -> None:
 
 def fed_otherwise(model: HfModel, info: EngineInfo) -> str:
     """Return a description of the inputs of heads that differ between the engine and training; empty if none differ."""
-    trained = model.family.drafting_of(model.heads)
+    if model.heads.kind != MTP:  # whose settings the engine reads
+        return ""
+    trained = model.family.drafting_of(model.config, model.heads)
     difference = trained.difference(info.convention_for(model.family).drafting)
     if not difference or not model.heads.layers:
         return ""

@@ -209,7 +209,7 @@ def _serving(repository: str, heads: Heads) -> list[str]:
 
 
 def _serving_from_folder(repository: str, heads: Heads) -> list[str]:
-    speculative = {"method": "mtp", "model": f"model/{DRAFT_FOLDER}", "num_speculative_tokens": heads.drafts}
+    speculative = {"method": heads.kind, "model": f"model/{DRAFT_FOLDER}", "num_speculative_tokens": heads.drafts}
     return [
         "## Serving",
         "",

@@ -27,7 +27,7 @@ from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
 from swiftlite.engines.quantized_heads import quantized_head_problems
-from swiftlite.engines.vllm.stock_draft import draft_folder, draft_problems, write_draft
+from swiftlite.engines.vllm.stock_draft import draft_folder, draft_problems, trunk_config, write_draft
 from swiftlite.export import adapter
 from swiftlite.export.calibrated import Calibrated, calibrated
 from swiftlite.export.card import model_card, read_quality
@@ -37,6 +37,7 @@ from swiftlite.export.image_bounds import write_image_bounds
 from swiftlite.export.quantization import matrices_of, quantize
 from swiftlite.export.schemes import Scheme, scheme_of
 from swiftlite.export.source import RunSource, heads_of_result, resolve_graft
+from swiftlite.families import eagle3
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.families.serving import stock
 from swiftlite.families.serving.quantized import with_heads_kept
@@ -316,7 +317,9 @@ def _has_draft_folder(export: Export) -> bool:
 
 
 def _are_for_stock(model: HfModel, heads: Heads) -> bool:
-    """Return whether heads were trained for a draft class that vLLM has without swiftlite's plugin."""
+    """Return whether heads or another drafter were trained for a class that vLLM has without swiftlite's plugin."""
+    if heads.kind == eagle3.KIND:
+        return heads.layers > 0
     is_single = heads.layers == 1 and not heads.draft_vocab
     return is_single and heads.drafting == stock.DRAFTING and not stock.why_not(model.family, model.config)
 
@@ -372,7 +375,7 @@ def _write_small_files(export: Export) -> None:
         torch.save(list(heads.draft_vocab), directory / TOKEN_MAP_FILE)
     changes = hf_model.family.config_with(hf_model.config, heads)
     if _has_draft_folder(export):
-        changes |= stock.trunk_config(hf_model.family, hf_model.config)
+        changes |= trunk_config(hf_model.family, hf_model.config)
     if args.torch_dtype:
         changes |= dtype_change(hf_model.config, args.torch_dtype)
     config_from = hf_model.directory

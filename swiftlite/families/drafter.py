@@ -26,7 +26,7 @@ def no_config(family: "Family", hf_config: HfConfig, layers: int) -> dict[str, A
     return {}
 
 
-def state_after_norm(family: "Family") -> Drafting:
+def state_after_norm(family: "Family", hf_config: HfConfig) -> Drafting:
     """Return the inputs of drafters that read the trunk's state after its final norm."""
     return Drafting()
 
@@ -35,8 +35,9 @@ def state_after_norm(family: "Family") -> Drafting:
 class Drafter:
     """A kind of drafter.
 
-    It consists of `Heads.layers` layers, numbered from 0. All functions get the family of the trunk and, except for
-    `drafting`, the content of config.json, whose object DRAFTER_KEY can have further settings of the kind.
+    It consists of `Heads.layers` layers, numbered from 0. All functions get the family of the trunk, except for
+    `problems`, and the content of config.json, whose object DRAFTER_KEY can have further settings of the kind. Decoder
+    layers whose inputs it reads are among them (FEATURES_KEY).
 
     Args:
         rows: returns the bridge rows of layer k. Megatron names start with `mtp.layers.{k}.`.
@@ -44,10 +45,14 @@ class Drafter:
         copies: returns the HF keys of layer k that copy a tensor of the trunk, each with the trunk's key.
         config: returns further keys of config.json for a number of layers.
         drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None.
+        problems: returns a problem (one line) for every invalid setting of the kind.
+        why_not: returns why a model cannot have this drafter; empty if it can.
     """
 
     rows: Callable[["Family", HfConfig, int], list[Row]]
     layer_of: Callable[["Family", HfConfig, str], int | None]
     copies: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
     config: Callable[["Family", HfConfig, int], dict[str, Any]] = no_config
-    drafting: Callable[["Family"], Drafting] = state_after_norm
+    drafting: Callable[["Family", HfConfig], Drafting] = state_after_norm
+    problems: Callable[[HfConfig], list[str]] = lambda hf_config: []
+    why_not: Callable[["Family", HfConfig], str] = lambda family, hf_config: ""

@@ -1,11 +1,14 @@
 """List the kinds of drafters, by the `kind` that config.json declares. If it declares none, the kind is MTP heads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.errors import clip
-from swiftlite.base.heads import DRAFTER_KEY, MTP
+from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP
 from swiftlite.bridge.rows import HfConfig, Row, lift
+from swiftlite.families import eagle3
 from swiftlite.families.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -27,9 +30,28 @@ DRAFTERS: dict[str, Drafter] = {
         layer_of=lambda family, hf_config, hf_key: family.mtp.head_of(hf_config, hf_key),
         copies=lambda family, hf_config, head: family.mtp.copies(hf_config, head),
         config=lambda family, hf_config, layers: family.mtp.config(hf_config, layers),
-        drafting=lambda family: family.mtp.drafting,
+        drafting=lambda family, hf_config: family.mtp.drafting,
     ),
+    eagle3.KIND: eagle3.EAGLE3,
 }
+
+NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
+    "eagle3": partial(eagle3.declaration, is_normed=False),
+    "eagle3.1": partial(eagle3.declaration, is_normed=True),
+}
+"""The values of --drafter, each with a function that returns what config.json declares for it, without layers."""
+
+
+def with_drafter(hf_config: HfConfig, name: str | None) -> dict[str, Any]:
+    """Return a config.json that declares a drafter of NEW without layers, so that a run creates them. If it already
+    declares this drafter, or `name` is None, nothing changes.
+    """
+    if name is None or not isinstance(hf_config.get("num_hidden_layers"), int):  # which a rule reports
+        return dict(hf_config)
+    new, declared = NEW[name](hf_config), hf_config.get(DRAFTER_KEY)
+    if isinstance(declared, dict) and {**declared, "layers": 0} == new:
+        return dict(hf_config)
+    return {**hf_config, DRAFTER_KEY: new}
 
 
 def drafter_problems(hf_config: Mapping[str, Any]) -> list[str]:
@@ -45,7 +67,21 @@ def drafter_problems(hf_config: Mapping[str, Any]) -> list[str]:
         problems.append(f"{DRAFTER_KEY}: kind {MTP!r} is not declared here, but by the number of MTP layers")
     elif not isinstance(kind, str) or kind not in DRAFTERS:
         problems.append(f"{DRAFTER_KEY}: kind {clip(repr(kind), 80)} is unknown; known: {', '.join(sorted(DRAFTERS))}")
+    else:
+        problems += [f"{DRAFTER_KEY}: {problem}" for problem in DRAFTERS[kind].problems(hf_config)]
     if type(layers) is not int or not 0 <= layers <= MAX_LAYERS:
         shown = clip(repr(layers), 80)
         problems.append(f"{DRAFTER_KEY}: layers {shown} is not an integer from 0 to {MAX_LAYERS}")
+    if not _are_features(declared.get(FEATURES_KEY, []), hf_config.get("num_hidden_layers")):
+        shown = clip(repr(declared[FEATURES_KEY]), 80)
+        problems.append(f"{DRAFTER_KEY}: {FEATURES_KEY} {shown} is not an ascending list of numbers of decoder layers")
     return problems
+
+
+def _are_features(given: Any, num_layers: Any) -> bool:
+    """Return whether a value can be `Heads.features`."""
+    if not isinstance(given, list) or not all(type(layer) is int for layer in given):
+        return False
+    if not isinstance(num_layers, int):  # which is reported elsewhere
+        return True
+    return all(before < after for before, after in pairwise([-1, *given, num_layers]))

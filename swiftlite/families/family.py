@@ -131,10 +131,10 @@ class Family:
         """Return the kind of drafter that config.json declares: MTP heads, unless it declares another one."""
         return DRAFTERS[kind_of(hf_config)]
 
-    def drafting_of(self, heads: Heads) -> Drafting:
+    def drafting_of(self, hf_config: HfConfig, heads: Heads) -> Drafting:
         """Return the inputs of these heads."""
         if heads.drafting is None:
-            return DRAFTERS[heads.kind].drafting(self)
+            return DRAFTERS[heads.kind].drafting(self, hf_config)
         return heads.drafting
 
     def head_rows(self, hf_config: HfConfig, head: int) -> list[Row]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import kind_of
 from swiftlite.bridge.hf_config import has_tensors
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.families import dense
@@ -101,6 +102,8 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
         refuse(hf_config, value_problems(hf_config, family.numbers_by_layer))
         family.check(hf_config)
         refuse(hf_config, _rope_problems(family, hf_config))
+        if why := family.drafter(hf_config).why_not(family, hf_config):
+            refuse(hf_config, [f"the model cannot have the drafter {kind_of(hf_config)!r}: {why}"])
     except UserError as error:
         if hf_dir is None:
             raise

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads, kind_of
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.hf_config import HEADS_FILE, read_config
+from swiftlite.families.drafters import with_drafter
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.serving import stock
@@ -103,11 +104,17 @@ def resolve(name: str | Path) -> HfModel:
         )
     config = read_config(directory)
     family = get(config, directory)
-    if (directory / HEADS_FILE).is_file() and not stock.why_not(family, config):
+    is_of_head = kind_of(config) == MTP and (directory / HEADS_FILE).is_file()
+    if is_of_head and not stock.why_not(family, config):
         family = stock.with_draft(family, config)
     return HfModel(str(name), directory, config, family)
 
 
 def resolve_options(args: Any) -> dict[str, HfModel]:
-    """Resolve every model that a command's options name; return the models by option name."""
-    return {option: resolve(name) for option, name in models_in(args).items()}
+    """Resolve every model that a command's options name; return the models by option name. That of --model declares
+    the drafter of --drafter."""
+    models = {option: resolve(name) for option, name in models_in(args).items()}
+    if getattr(args, "drafter", None):
+        model = models["model"]
+        models["model"] = replace(model, config=with_drafter(model.config, args.drafter))
+    return models

@@ -15,6 +15,7 @@ from swiftlite.families.mlp import CLAMPED_SWIGLU
 from swiftlite.model.attention.mla import MLATransformerConfig
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.drafter import DrafterParts
+from swiftlite.model.features import Features
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.kernels import modules_of
 from swiftlite.model.settings import ModelSettings, Stage
@@ -261,6 +262,7 @@ def _stage(
         mtp_block=mtp_block,
         tower=tower,
         sent_outputs=sent_outputs,
+        features=Features.of_stage(heads.features, first_layer, len(layers)),
         is_first=stage == 0,
         is_last=stage == len(per_stage) - 1,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,

@@ -15,7 +15,7 @@ MTP depth; I items of all rows, which are the inputs of a tower.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,12 +118,14 @@ def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
     if by_depth := _placed(model, new):
         (placed,) = by_depth
     embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids, placed)
-    hidden_T1H = model.forward_decoder(embeddings_T1H, _rotary_emb(model, new), cache=new.cache, placed=placed)
+    with model.features.collected(model.decoder) as features_T1H:
+        hidden_T1H = model.forward_decoder(embeddings_T1H, _rotary_emb(model, new), cache=new.cache, placed=placed)
     if any(span.start == 0 for span in new.cache.spans):
         _check_use(model, new.cache)
-    states = model.split_decoder_output(hidden_T1H)
-    if model.mtp_process:
-        new.cache.keep(HEAD_INPUT, model.whole_sequence(states.head_input_SBH))
+    states = replace(model.split_decoder_output(hidden_T1H), features_SBH=features_T1H)
+    if not model.mtp_process:
+        return states.to_wire()
+    new.cache.keep(HEAD_INPUT, model.whole_sequence(states.head_input_SBH))
     return states.trunk_SBH
 
 

@@ -137,7 +137,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self.logits_divisor = outside.logits_divisor
         self.heads_have_output_layers = outside.heads_have_output_layers and self.heads.kind == MTP
         self.rotary_pos_emb = rotary_pos_emb
-        self.tower, self.sent_outputs = stage.tower, stage.sent_outputs
+        self.tower, self.sent_outputs, self.features = stage.tower, stage.sent_outputs, stage.features
         block_class = TransformerBlock if settings.holds_layers else StreamedBlock
         self.decoder = block_class(
             config=config,
@@ -262,16 +262,21 @@ class GPTModel(AddsGradients, McoreGPTModel):
 
     @torch.no_grad()
     def streamed_output(
-        self, hidden_SBH: torch.Tensor, labels: torch.Tensor, tower_outputs: torch.Tensor | None = None
+        self,
+        hidden_SBH: torch.Tensor,
+        labels: torch.Tensor,
+        tower_outputs: torch.Tensor | None = None,
+        features_SBH: Sequence[torch.Tensor] = (),
     ) -> TrunkOutput:
         """Compute the result of `trunk_output` from the output [S, B, H] of the last decoder layer.
 
         Args:
             labels: as for `Target`.
             tower_outputs: outputs of the tower, from `streamed_input`.
+            features_SBH: inputs of the layers in `Heads.features`.
         """
         final_norm: Any = self.decoder.final_layernorm
-        states = self.split_decoder_output(final_norm(hidden_SBH))
+        states = replace(self.split_decoder_output(final_norm(hidden_SBH)), features_SBH=features_SBH)
         return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels), tower_outputs)
 
     @property
@@ -287,12 +292,14 @@ class GPTModel(AddsGradients, McoreGPTModel):
         placed: Placed | None = None,
     ) -> StageStates:
         """Run the embedding and the decoder layers of this stage. If the trunk is frozen, no gradients are computed."""
-        with self._frozen():
+        received: Any = self.decoder.input_tensor
+        with self._frozen(), self.features.collected(self.decoder) as features_SBH:
             hidden_SBH = self.forward_preprocess(inputs.input_ids, inputs.position_ids, placed)
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, inputs.packed_seq_params, tokens, placed=placed)
         if self.trunk_is_frozen and not self.pre_process:
-            hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
-        return self.split_decoder_output(hidden_SBH)
+            hidden_SBH = _NoGradient.apply(hidden_SBH, received)
+            features_SBH = [_NoGradient.apply(each_SBH, received) for each_SBH in features_SBH]
+        return replace(self.split_decoder_output(hidden_SBH), features_SBH=features_SBH)
 
     def split_decoder_output(self, hidden_SBH: Any) -> StageStates:
         """Split the output of `forward_decoder` into named states."""

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
@@ -129,7 +130,11 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
             forward = partial(norm.with_weight, forward)
             tensors = (norm.weight_H, *tensors)
         with context:
-            return checkpoint(self.config, self.eh_proj.tp_group, forward, *tensors)
+            return checkpoint(self.config, self._tp_group, forward, *tensors)
+
+    @property
+    def _tp_group(self) -> dist.ProcessGroup:
+        return self.eh_proj.tp_group
 
 
 class UnrolledLayer(MultiTokenPredictionLayer):

@@ -32,7 +32,7 @@ def build_hf_model(
         mesh=mesh,
         dtype=dtype,
         heads=heads,
-        drafting=hf_model.family.drafting_of(heads),
+        drafting=hf_model.family.drafting_of(hf_model.config, heads),
         **options,
     )
 

@@ -119,7 +119,8 @@ def _crossing(
     heads: Any = get_attr_wrapped_model(model[0], "heads", allow_none=False)
     drafting: Any = get_attr_wrapped_model(model[0], "drafting", allow_none=False)
     sent_outputs: Any = get_attr_wrapped_model(model[0], "sent_outputs", allow_none=False)
-    num_states = states_sent(mesh.layout, config.num_layers, heads.drafts, drafting.takes_before_norm)
+    before_norm, features = drafting.takes_before_norm, heads.features
+    num_states = states_sent(mesh.layout, config.num_layers, heads.drafts, before_norm, features)
     table = get_schedule_table(len(shapes), len(model), config.microbatch_group_size_per_vp_stage)
     backward = [(micro_batch, len(model) - 1 - chunk) for micro_batch, chunk in table]
     size, rank = mesh.pp.size(), mesh.pp.rank()

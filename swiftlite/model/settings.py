@@ -14,6 +14,7 @@ from torch import nn
 from swiftlite.args.fields import MoeArgs, MtpLoss, RecomputeArgs
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import Heads
+from swiftlite.model.features import Features
 from swiftlite.model.tower import SentOutputs
 
 
@@ -64,6 +65,7 @@ class Stage:
         tower: maps `TowerInputs.items`, which are on the host, to one output per item, [I, H], on the stage of the
             embedding; None if the model has no tower.
         sent_outputs: outputs of the tower that the stage receives and sends.
+        features: inputs of decoder layers that a drafter reads, up to this stage.
         is_first, is_last: whether it is the first or the last stage.
         vp_stage: number of the virtual stage on its rank; None without virtual stages.
     """
@@ -72,6 +74,7 @@ class Stage:
     mtp_block: MultiTokenPredictionBlockSubmodules | None
     tower: nn.Module | None
     sent_outputs: SentOutputs
+    features: Features
     is_first: bool
     is_last: bool
     vp_stage: int | None

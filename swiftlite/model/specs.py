@@ -29,6 +29,7 @@ from torch import nn
 
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import MTP
+from swiftlite.families import eagle3
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
@@ -39,6 +40,7 @@ from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
 from swiftlite.model.drafter import DrafterParts
+from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
@@ -279,9 +281,35 @@ def _mtp_layer(parts: DrafterParts) -> ModuleSpec:
     )
 
 
+def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
+    layer = eagle3.layer_of(parts.architecture, parts.hf_config)
+    modules = replace(parts.modules, core_attention=parts.modules.draft_attention)
+    block: Any = decoder_layer_spec(layer, modules)
+    block.submodules.input_layernorm = ModuleSpec(module=PairNorm, params={"norm": modules.norm})
+    block.submodules.self_attn_bda = add_to_state
+    block.submodules.self_attention.params["input_size"] = 2 * layer.attention.hidden
+    # Settings that families have and Llama does not: a scale of attention scores, and gates.
+    neutral = {"softmax_scale": None, "attention_output_gate": False}
+    return ModuleSpec(
+        module=Eagle3Layer,
+        params={
+            "settings": neutral | layer.attention.mcore_config() | layer.mlp.mcore_config(),
+            "num_features": len(parts.heads.features),
+            "norm": modules.norm if eagle3.is_set(parts.hf_config, "fc_norm") else None,
+        },
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=IdentityOp,
+            hnorm=IdentityOp,
+            eh_proj=IdentityOp,
+            layer_norm=ModuleSpec(module=modules.norm),
+            **{MTP_INNER_LAYER: block},
+        ),
+    )
+
+
 # The layers of all kinds of drafters (`families/drafters.py`), which megatron-core's MTP block contains. The class of
-# layers other than MTP layers is a `DrafterLayer`.
-DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {MTP: _mtp_layer}
+# layers other than MTP layers, or layers derived from them, is a `DrafterLayer`.
+DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {MTP: _mtp_layer, eagle3.KIND: _eagle3_layer}
 
 
 def drafter_spec(parts: DrafterParts) -> MultiTokenPredictionBlockSubmodules | None:

@@ -1,6 +1,6 @@
 """The hidden states that a pipeline stage sends to the next: as named tensors, and as the single tensor that is sent.
 
-Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, D MTP depth.
+Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, D MTP depth, F features.
 """
 
 from collections.abc import Sequence
@@ -23,23 +23,29 @@ class StageStates:
         2       MTP layers                      trunk, depth 1, depth 2             [3S, B, H]
         3       output layer                    nothing: it returns the losses
 
-    If the heads read the state after the norm, stage 1 sends only this state, [S, B, H]. `plan.layout.states_sent`
-    counts the states that each stage sends.
+    If the heads read the state after the norm, stage 1 sends only this state, [S, B, H]. Features, such as the input
+    of layer 1, are before all other states, from the stage of their layer to the stage of the heads.
+    `plan.layout.states_sent` counts the states that each stage sends.
 
     Attributes:
         trunk_SBH: the trunk's state; on the stage of the final norm and later stages, the state after the norm.
         prenorm_SBH: the trunk's state before the final norm, from the stage of the norm to the stage of heads that read
             this state; None on other stages.
         heads_SBH: the state of each MTP depth after its output norm; empty before the heads.
+        features_SBH: inputs of decoder layers that the drafter reads (`Heads.features`), of all layers so far; empty
+            after the drafter.
     """
 
     trunk_SBH: torch.Tensor
     prenorm_SBH: torch.Tensor | None = None
     heads_SBH: Sequence[torch.Tensor] = ()
+    features_SBH: Sequence[torch.Tensor] = ()
 
     @property
     def head_input_SBH(self) -> torch.Tensor:
-        """The trunk's state that the first MTP depth reads."""
+        """The trunk's state that the first MTP depth reads; features as one tensor, [S, B, F * H]."""
+        if self.features_SBH:
+            return torch.cat([*self.features_SBH], dim=-1)
         if self.prenorm_SBH is None:
             return self.trunk_SBH
         return self.prenorm_SBH
@@ -52,21 +58,25 @@ class StageStates:
         states_SBH = [self.trunk_SBH, *self.heads_SBH]
         if self.prenorm_SBH is not None:
             states_SBH.insert(0, self.prenorm_SBH)
-        return torch.cat(states_SBH)
+        return torch.cat([*self.features_SBH, *states_SBH])
 
     @classmethod
-    def from_wire(cls, wire_SBH: Any, *, has_prenorm: bool = False, num_heads: int = 0) -> "StageStates":
+    def from_wire(
+        cls, wire_SBH: Any, *, has_prenorm: bool = False, num_heads: int = 0, num_features: int = 0
+    ) -> "StageStates":
         """Split the tensor that `to_wire` concatenated into named states.
 
         Args:
             has_prenorm: whether the tensor comes from the stage of the final norm and contains the state before the
                 norm, for heads on this or a later stage.
             num_heads: number of heads' states in the tensor: D after the stage of the heads, 0 before it.
+            num_features: number of features in the tensor.
         """
-        num_states = has_prenorm + 1 + num_heads
+        num_states = num_features + has_prenorm + 1 + num_heads
         states_SBH = [wire_SBH]
         if num_states > 1:
             states_SBH = list(wire_SBH.chunk(num_states))
+        features_SBH, states_SBH = states_SBH[:num_features], states_SBH[num_features:]
         prenorm_SBH = states_SBH.pop(0) if has_prenorm else None
         trunk_SBH, *heads_SBH = states_SBH
-        return cls(trunk_SBH, prenorm_SBH, heads_SBH)
+        return cls(trunk_SBH, prenorm_SBH, heads_SBH, features_SBH)

@@ -336,7 +336,7 @@ class StreamedTrunk:
         Raises:
             UserError: a layer cannot be read.
         """
-        for group in self._groups(batches, 1 + with_last_input):
+        for group in self._groups(batches, 1 + with_last_input + len(self._model.heads.features)):
             yield from self._group_outputs(group, with_last_input)
 
     def _groups(self, batches: Iterable[Batch], num_states: int) -> Iterator[list[Batch]]:
@@ -371,8 +371,12 @@ class StreamedTrunk:
             states_SBH.append(embeddings_SBH.cpu())
             tower_outputs.append(None if outputs is None else outputs.cpu())
         last_inputs_SBH: list[torch.Tensor | None] = [None] * len(group)
+        features_SBH: list[list[torch.Tensor]] = [[] for _ in group]
 
         def run_group(number: int, layer: nn.Module) -> None:
+            if number in self._model.heads.features:
+                for kept_SBH, hidden_SBH in zip(features_SBH, states_SBH, strict=True):
+                    kept_SBH.append(hidden_SBH)
             if with_last_input and number == self.num_layers - 1:
                 last_inputs_SBH[:] = states_SBH
             for index, batch in enumerate(group):
@@ -385,7 +389,8 @@ class StreamedTrunk:
             if outputs is not None:
                 outputs = self._on_device(outputs)
             hidden_SBH = self._on_device(states_SBH[index])
-            output = self._model.streamed_output(hidden_SBH, batch.labels_KBS[0], outputs)
+            features = [self._on_device(each_SBH) for each_SBH in features_SBH[index]]
+            output = self._model.streamed_output(hidden_SBH, batch.labels_KBS[0], outputs, features)
             yield StreamedOutput(batch, output, last_inputs_SBH[index])
 
     def _run(self, layer: nn.Module, hidden_SBH: torch.Tensor, batch: Batch) -> torch.Tensor:

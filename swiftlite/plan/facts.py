@@ -18,6 +18,7 @@ from swiftlite.base.json_file import read_json
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.families.architecture import Architecture
+from swiftlite.families.drafters import with_drafter
 from swiftlite.families.index import known_architecture
 from swiftlite.hub.commits import read_commits
 from swiftlite.hub.model import description_of, is_gguf
@@ -35,7 +36,7 @@ class Facts:
     world_size: int
     """Number of processes of the run."""
     hf_config: dict[str, Any]
-    """The model's config.json; empty if it is missing, which another rule reports."""
+    """The model's config.json, with the drafter of --drafter; empty if it is missing, which another rule reports."""
     directory: Path = Path()
     """Directory of the model's small files; not used without --model."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -102,7 +103,8 @@ def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> 
     directory = Path(args.model)
     if not is_of_run:
         directory = _directory_of("model", args.model)
-    return Facts(world_size, read_hf_config(config_directory(directory)), directory, names, machine)
+    hf_config = with_drafter(read_hf_config(config_directory(directory)), getattr(args, "drafter", None))
+    return Facts(world_size, hf_config, directory, names, machine)
 
 
 def _examines_file(args: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.base.lora import HeadsTuner, Lora
 from swiftlite.families import Family
 from swiftlite.families.serving.index import DRAFT_FOR
@@ -55,7 +55,7 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     heads = Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
     if not layers:
         return heads
-    heads = replace(heads, kind=checkpoint.kind)
+    heads = replace(heads, kind=checkpoint.kind, features=checkpoint.features)
     if args.mtp_unroll > 1 and args.mtp_unroll_weights == "joint":
         heads = replace(heads, beta=1.0, has_joint_weights=True)
     # `heads_for_engine` sets the inputs of --draft_for; the tokens of --draft_vocab are selected from the rows later.
@@ -81,6 +81,8 @@ def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
         return args.mtp_init
     if checkpoint.layers or args.mtp_mode != "heads_only":
         return "checkpoint"
+    if checkpoint.kind != MTP:
+        return "random"
     if why_no_fit(args):
         return "copy_last_layer"
     return "fit_last_layer"

@@ -194,7 +194,11 @@ def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[in
 
 
 def states_sent(
-    layout: ParallelLayout, num_layers: int, num_drafts: int, heads_take_before_norm: bool = False
+    layout: ParallelLayout,
+    num_layers: int,
+    num_drafts: int,
+    heads_take_before_norm: bool = False,
+    features: Sequence[int] = (),
 ) -> list[int]:
     """Count the states that each stage except the last sends to the next stage (`model.stage_states.StageStates`).
 
@@ -202,6 +206,7 @@ def states_sent(
 
     Args:
         num_drafts: number of drafts of the heads; 0 without heads.
+        features: numbers of the decoder layers whose inputs the drafter reads (`Heads.features`).
     """
     per_stage = decoder_layers_per_stage(layout, num_layers)
     heads_stage = _heads_stage(layout, len(per_stage))
@@ -211,8 +216,9 @@ def states_sent(
         number = 1
         if num_drafts and stage >= heads_stage:
             number += num_drafts
-        elif num_drafts and heads_take_before_norm and has_norm:
-            number += 1
+        elif num_drafts:
+            number += heads_take_before_norm and has_norm
+            number += sum(layer < sum(per_stage[: stage + 1]) for layer in features)
         sent.append(number)
     return sent
 

@@ -304,6 +304,9 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         ("trains", trainable_of(args, heads, plan.lora, has_tower=trains_tower).words),
     ]
     lines += method_of(args).describe(args)
+    if heads.features:
+        layers = ", ".join(map(str, heads.features))
+        lines.append(("drafter", f"{heads.kind}, which reads the inputs of decoder layers {layers} (from 0)"))
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
         if heads.has_joint_weights:

@@ -128,6 +128,16 @@ def engine_has_models_to_compare(args: ExportArgs, facts: Facts) -> Iterator[Pro
         yield f"{flag} requires a model with heads", common.TRAIN_HEADS
 
 
+def drafter_stays_plain(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject conversions of a drafter that only the folder draft/ of a Hugging Face export has."""
+    if not facts.heads.features or args.mtp == "strip":
+        return
+    given = {f"--quant_method {args.quant_method}": args.quant_method, "--to_gguf": args.to_gguf}
+    given |= {"--mtp_graft_from": args.mtp_graft_from}
+    for flag in [flag for flag, value in given.items() if value]:
+        yield f"{flag} does not support the drafter {facts.heads.kind!r}", "remove it, or add --mtp strip"
+
+
 def _given(args: ExportArgs, names: Iterable[str]) -> str:
     """Return the given options among `names` as text; empty if there are none."""
     return " and ".join(f"--{name}" for name in names if vars(args)[name] is not None)
@@ -300,6 +310,7 @@ RULES = (
     common.numbers_are_in_range,
     common.layout_fits,
     acceptance_can_be_measured,
+    drafter_stays_plain,
     engine_has_models_to_compare,
     engine_options.engine_is_installed,
     common.graft_has_heads,

@@ -48,6 +48,12 @@ def share_has_a_dataset(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--{name} requires --dataset", f"add --dataset FILE, or remove --{name}"
 
 
+def heads_can_be_trained(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
+    if facts.heads.features:
+        problem = f"--model declares the drafter {facts.heads.kind!r}, which speedup does not train"
+        yield problem, "use swiftlite megatron sft, or the model without the drafter"
+
+
 RULES = (
     common.hf_model_is_a_directory,
     common.output_dir_is_given,
@@ -55,6 +61,7 @@ RULES = (
     budget_suffices,
     dataset_files_exist,
     share_has_a_dataset,
+    heads_can_be_trained,
     concurrency_can_be,
     regenerate.dataset_is_not_the_result,
     engine_options.engine_is_installed,

@@ -112,7 +112,7 @@ class HiddenStateCache:
         # Ranks share layers, so either all ranks compute or none does.
         worst = all_reduce_max(state, self.mesh)
         if tensors is not None and worst == WHOLE:
-            return _output_of(tensors, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
+            return _output_of(tensors, bare, self.mesh.device.torch_device)
         if worst == DAMAGED:
             self._report_damage()
         output = self.trunk.output(model, batch)
@@ -343,6 +343,8 @@ def _manifest(
     states = "after the norm"
     if train_state.chunks[0].drafting.takes_before_norm:
         states = "before and after the norm"
+    if plan.heads.features:
+        states += f", inputs of layers {', '.join(map(str, plan.heads.features))}"
     return {
         "format": FORMAT,
         "trunk's weights": _sha256(sorted(set(trunks))),
@@ -446,7 +448,7 @@ def _bytes_of_files(
     Args:
         num_tokens, num_items: numbers of tokens and of items of all micro-batches.
     """
-    num_states = 2 if model.drafting.takes_before_norm else 1
+    num_states = 1 + model.drafting.takes_before_norm + len(model.heads.features)
     output_bytes = model.config.hidden_size * next(model.parameters()).element_size()
     state_bytes = num_states * output_bytes
     # With sequence parallelism each tensor-parallel rank has a part of the states and the loss of all positions.
@@ -461,15 +463,11 @@ def _bytes_of_files(
     return num_tokens * (state_bytes + num_losses * LOSS_BYTES) + items + num_records * header_bytes
 
 
-def _output_of(tensors: Mapping[str, torch.Tensor], has_prenorm: bool, device: torch.device) -> TrunkOutput:
-    """Return the output that `HiddenStateCache._add` wrote, on the device.
-
-    Args:
-        has_prenorm: whether the heads read the trunk's state before its final norm, so that the record also contains
-            this state.
-    """
+def _output_of(tensors: Mapping[str, torch.Tensor], model: GPTModel, device: torch.device) -> TrunkOutput:
+    """Return the output that `HiddenStateCache._add` wrote for the heads of a model, on the device."""
     moved = {name: on_device(tensor, device) for name, tensor in tensors.items()}
-    states = StageStates.from_wire(moved["states_SBH"], has_prenorm=has_prenorm)
+    has_prenorm, num_features = model.drafting.takes_before_norm, len(model.heads.features)
+    states = StageStates.from_wire(moved["states_SBH"], has_prenorm=has_prenorm, num_features=num_features)
     return TrunkOutput(states, TokenLoss(moved["loss_BS"], moved["prediction_BS"]), moved.get("tower_outputs"))
 
 

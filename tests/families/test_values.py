@@ -46,12 +46,26 @@ def test_types_of_rotary_embeddings_are_those_of_transformers():
         ("drafter", 3, "drafter 3"),
         ("drafter", {"kind": "a", "layers": 1}, "drafter 'a' mtp"),
         ("drafter", {"kind": "mtp", "layers": 3}, "drafter 'mtp'"),
+        ("drafter", {"kind": "eagle3", "layers": 2, "feature_layers": [1]}, "drafter layers 0 1"),
+        ("drafter", {"kind": "eagle3", "layers": 1}, "drafter feature_layers"),
+        ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": [1, 1]}, "drafter feature_layers [1, 1]"),
+        ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": [-1]}, "drafter feature_layers [-1]"),
+        ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": 3}, "drafter feature_layers 3"),
+        ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": [1], "fc_norm": 1}, "drafter fc_norm true false"),
     ],
 )
 def test_what_no_model_has_is_one_line(key, value, problem):
     (found,) = impossible_values({"model_type": "qwen3", key: value})
     assert mentions(found, problem)
     assert len(found) < 200
+
+
+def test_features_are_numbers_of_layers():
+    drafter = {"kind": "eagle3", "layers": 1, "feature_layers": [1, 4]}
+    config = {"model_type": "qwen3", "num_hidden_layers": 4, "drafter": drafter}
+    (problem,) = impossible_values(config)
+    assert mentions(problem, "drafter feature_layers [1, 4]")
+    assert impossible_values(config | {"num_hidden_layers": 5}) == []
 
 
 def test_lists_with_a_number_for_each_layer():

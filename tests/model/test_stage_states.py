@@ -5,6 +5,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.model.features import Features
 from swiftlite.model.layers.norm import RMSNorm, returning_input
 from swiftlite.model.stage_states import StageStates
 from swiftlite.plan.layout import states_sent
@@ -46,6 +47,31 @@ def test_what_is_sent_shares_no_memory(has_prenorm, num_heads):
     assert wire._base is None
     wire.zero_()
     assert torch.equal(states.trunk_SBH, before)
+
+
+def test_features_are_before_all_other_states():
+    first_SBH, second_SBH, trunk_SBH = torch.randn(3, S, B, H)
+    sent = StageStates(trunk_SBH, features_SBH=[first_SBH, second_SBH])
+    received = StageStates.from_wire(sent.to_wire(), num_features=2)
+    assert torch.equal(received.trunk_SBH, trunk_SBH)
+    assert torch.equal(received.head_input_SBH, torch.cat([first_SBH, second_SBH], dim=-1))
+
+
+@pytest.mark.parametrize("layouts", ["E|tttt|mL", "Ett|tt|mL", "Et|ttt|m|L", "Ettt|tmL"])
+def test_each_stage_adds_the_features_of_its_layers(layouts):
+    """What the stages receive and collect is what the plan counts."""
+    stages = layouts.split("|")
+    layout = ParallelLayout(pipeline_model_parallel_size=len(stages), pipeline_model_parallel_layout=layouts)
+    features, first, sent = (0, 1, 3), 0, []
+    for stage in stages:
+        own = Features.of_stage(features, first, stage.count("t"))
+        assert {first + layer for layer in own.layers} == {*features} & {*range(first, first + stage.count("t"))}
+        first += stage.count("t")
+        sent.append(own.num_received + len(own.layers) + 1)
+    counted = states_sent(layout, num_layers=4, num_drafts=2, features=features)
+    heads = next(number for number, stage in enumerate(stages) if "m" in stage)
+    assert counted[:heads] == sent[:heads]
+    assert counted[heads:] == [3] * (len(stages) - 1 - heads)
 
 
 def test_a_final_norm_before_heads_that_read_its_input_gives_both():

@@ -237,7 +237,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             recompute=group_of(args, RecomputeArgs),
             moe=group_of(args, MoeArgs),
             freeze_trunk=args.mtp_mode == "heads_only",
-            drafting=family.mtp.drafting,
+            drafting=family.drafting_of(hf_config, plan.heads),
             mtp_loss=plan.mtp_loss,
             kernels=job.kernels,
             mcore_config=settings_of(args.megatron_config, "TransformerConfig"),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance
 from swiftlite.args.commands import SftArgs
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
+from tests.engines.eagle3_reference import Eagle3Reference, declare
 from tests.engines.reference import Reference, follow, write_trained
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import CASES, SIZES, TP2_SP
@@ -29,12 +31,14 @@ pytestmark = pytest.mark.gloo
 NEW_TOKENS = 11
 # (family, layers of heads, drafts)
 WAYS = {"dense": ("qwen3", 2, 2), "before norm": ("mimo", 2, 2), "latent": ("deepseek_v3", 2, 2)}
-WAYS |= {"unrolled": ("glm4_moe", 1, 3)}
+WAYS |= {"unrolled": ("glm4_moe", 1, 3), "eagle3": ("llama", 1, 3)}
+FEATURES = [0, 2, 3]
 NAMES = {
     "dense": ("TP2+SP", "PP2", "PP2xVPP2", "PP2 MTP apart", "CP2", "DP2"),
     "before norm": ("PP2 MTP apart", "PP2xVPP2", "DP2"),
     "latent": ("EP2xTP2", "CP2"),
     "unrolled": ("TP2+SP", "EP2", "PP2", "PP2 MTP apart", "CP2"),
+    "eagle3": ("TP2+SP", "PP2", "PP2 MTP apart", "CP2"),
 }
 LAYOUTS = {name: case.options for name, case in CASES.items()} | {"TP2+SP": TP2_SP}
 
@@ -42,7 +46,10 @@ LAYOUTS = {name: case.options for name, case in CASES.items()} | {"TP2+SP": TP2_
 def expected_counts(directory: Path, way: str, prompts: list[list[int]]) -> DraftCounts:
     """Return the counts of an engine that generates NEW_TOKENS after each prompt."""
     family, depth, num_drafts = WAYS[way]
-    reference = follow(Reference.load(directory, family, depth), FAMILIES[family].mtp.drafting)
+    if way == "eagle3":
+        reference: Reference = Eagle3Reference.load(directory, family)
+    else:
+        reference = follow(Reference.load(directory, family, depth), FAMILIES[family].mtp.drafting)
     drafts, accepted = 0, [0] * num_drafts
     for prompt in prompts:
         row = reference.greedy(prompt, NEW_TOKENS)
@@ -105,16 +112,22 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
     needed = selected(request, "way", "name")
     for way in dict.fromkeys(way for way, _ in needed):
         family, depth, num_drafts = WAYS[way]
-        heads = Heads(depth, num_drafts // depth)
 
-        def make(directory: Path, family: str = family, depth: int = depth, num_drafts: int = num_drafts) -> None:
+        def make(
+            directory: Path, way: str = way, family: str = family, depth: int = depth, num_drafts: int = num_drafts
+        ) -> None:
             def draft_as(reference: Reference) -> Reference:
+                if way == "eagle3":
+                    return Eagle3Reference.of(reference.trunk, family, FEATURES, "3.1")
                 return follow(reference, FAMILIES[family].mtp.drafting)
 
             prompts = write_trained(directory, family, depth, False, num_drafts, draft_as, **SIZES)
+            if way == "eagle3":
+                declare(directory, "3.1", FEATURES)
             (directory / "prompts.json").write_text(json.dumps(prompts))
 
         directory = shared(f"acceptance-{family}-{depth}", make)
+        heads = replace(Heads.from_config(read_config(directory)), unroll=num_drafts // depth)
         prompts = json.loads((directory / "prompts.json").read_text())
         chosen = [prompts[index] for index in (1, 11, 3, 9, 10)]  # uneven for two ranks; known by heart and new
         expected[way] = expected_counts(directory, way, chosen)
@@ -134,6 +147,8 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
         ("before norm", "DP2"),
         ("latent", "EP2xTP2"),
         ("latent", "CP2"),
+        ("eagle3", "TP2+SP"),
+        ("eagle3", "PP2 MTP apart"),
     ),
 )
 def test_counts_are_those_of_an_engine(measured, way, name):

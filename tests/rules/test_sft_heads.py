@@ -11,7 +11,7 @@ from swiftlite.args.commands import GkdArgs
 from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
-from tests.rules.good import SFT, problems_of
+from tests.rules.good import SFT, change_config, problems_of
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,8 @@ from tests.rules.good import SFT, problems_of
         dataclasses.replace(SFT, model="vocab", draft_vocab=0),
         dataclasses.replace(SFT, model="vocab", mtp_mode="heads_only"),
         dataclasses.replace(SFT, mtp_mode="heads_only", draft_vocab=50, mtp_loss="nla"),
+        dataclasses.replace(SFT, mtp_mode="heads_only", drafter="eagle3.1", mtp_unroll=3, draft_vocab=50),
+        dataclasses.replace(SFT, model="mtp2", mtp_mode="heads_only", drafter="eagle3", mtp_num_layers=1),
     ],
 )
 def test_good_options_pass_without_a_note(here, args):
@@ -139,6 +141,32 @@ def test_heads(here, change, problem, hint):
     assert len(problems) == 1
     assert mentions(problems[0][0], problem)
     assert mentions(problems[0][1], hint)
+
+
+DRAFTER = {"drafter": "eagle3.1", "mtp_mode": "heads_only"}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"mtp_mode": "joint", "mtp_num_layers": 1, "mtp_init": "random"}, "eagle3", "--mtp_mode heads_only"),
+        ({"mtp_num_layers": 2}, "eagle3 2", "--mtp_num_layers 1 --mtp_unroll"),
+        ({"mtp_init": "fit_last_layer"}, "--mtp_init fit_last_layer eagle3", "--mtp_init random"),
+        ({"draft_for": "vllm"}, "--draft_for vllm eagle3", ""),
+        ({"mtp_init": "graft", "mtp_graft_from": "mtp2", "mtp_num_layers": 2}, "--mtp_init graft eagle3", "random"),
+    ],
+)
+def test_a_drafter_of_a_frozen_trunk(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(SFT, **DRAFTER | change))
+    found = [each for each in problems if mentions(each[0], problem)]
+    assert len(found) == 1
+    assert mentions(found[0][1], hint)
+
+
+def test_a_drafter_needs_a_trunk_like_llama(here):
+    change_config(partial_rotary_factor=0.5)
+    problems = problems_of(dataclasses.replace(SFT, **DRAFTER))
+    assert [each for each in problems if mentions(each[0], "--model qwen3 eagle3")]
 
 
 CACHED = {"model": "mtp2", "mtp_mode": "heads_only", "cache_trunk_states": "cache"}

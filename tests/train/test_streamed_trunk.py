@@ -54,6 +54,7 @@ WAYS = {
     "qwen3_moe": (make("qwen3_moe"), {"mtp_loss": "lk_hybrid"}),
     "deepseek_v3, FP8": (make_deepseek_fp8, {"torch_dtype": "bfloat16"}),
     "qwen3_next": (make("qwen3_next"), {"padding_free": True, "draft_vocab": 40}),
+    "eagle3": (make("llama"), {"drafter": "eagle3.1", "mtp_unroll": 2, "draft_vocab": 40}),
 }
 
 
@@ -65,11 +66,12 @@ def export(run: Path, mesh) -> dict[str, bytes]:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 # There are experts in deepseek_v3 too, and linear attention is in tests/parallel/test_streamed_trunk.py.
-@pytest.mark.parametrize("way", some_of(WAYS, "new head", "deepseek_v3, FP8"))
+@pytest.mark.parametrize("way", some_of(WAYS, "new head", "deepseek_v3, FP8", "eagle3"))
 def test_same_bits(options, mesh, tmp_path, way):
     make_model, more = WAYS[way]
     check_same_bits(options, mesh, tmp_path, make_model(tmp_path / "model"), more)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swiftlite.base.heads import MTP
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import HEADS_FILE
 from swiftlite.bridge.tensors import Checkpoint, scan, some
@@ -216,7 +217,7 @@ class Loading:
 
     def _unknown_class(self) -> list[str]:
         """Return a note if the draft class is not the one whose convention was measured."""
-        if self.draft is None:
+        if self.draft is None or self.model.heads.kind != MTP:
             return []
         known = self.info.convention_for(self.model.family).draft
         found = type(self.draft).__name__

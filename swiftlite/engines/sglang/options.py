@@ -14,6 +14,7 @@ import torch
 
 from swiftlite.base.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, HEADS_FILE
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
@@ -30,6 +31,8 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
     Args:
         num_steps: number of draft tokens per step; None means one for each head that SGLang can run.
     """
+    if model.heads.kind != MTP:
+        return f"SGLang is not supported for the drafter {model.heads.kind!r}"
     if (model.directory / HEADS_FILE).is_file():
         return f"SGLang does not read heads in {DRAFT_FOLDER}/; train them with --draft_for sglang"
     known = SGLANG.convention_for(model.family)

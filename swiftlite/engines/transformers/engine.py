@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -35,6 +35,7 @@ from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts, SourceCounts
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.bridge.encoding.expert_stack import stack_as_in_files
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
@@ -42,10 +43,12 @@ from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Samplin
 from swiftlite.engines.loading.weight_update import Bucket
 from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
+from swiftlite.engines.transformers.eagle3 import load_drafter
 from swiftlite.engines.transformers.image_inputs import ImageInputs
-from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
 from swiftlite.engines.transformers.verification import verify, verify_greedily, warpers
+from swiftlite.families import eagle3
 from swiftlite.families.resolved import HfModel
 
 
@@ -67,17 +70,18 @@ class TransformersEngine:
         if num_tokens is None:
             num_tokens = model.heads.drafts
         if num_tokens or config.num_speculative_tokens is None:
-            require_heads(model)
+            require_heads(model, (MTP, eagle3.KIND))
         self._num_head_tokens = num_tokens
         self._ngrams = config.ngrams
         self.num_speculative_tokens = max(num_tokens, config.ngrams.max_tokens) if config.ngrams else num_tokens
         self._load_trunk(model)
         longest = self._decoder.config.get_text_config().max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
-        self._drafting = model.family.drafting_of(model.heads)
+        self._drafting = model.family.drafting_of(model.config, model.heads)
+        self._features = model.heads.features
         self._heads = None
         if num_tokens:
-            self._heads = load_heads(model, self._decoder)
+            self._heads = load_drafter(model, self._decoder)
         self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
 
     def _load_trunk(self, model: HfModel) -> None:
@@ -112,8 +116,8 @@ class TransformersEngine:
                 self._load_trunk(model)
         if draft is not None:
             with model_files(self._config.model, draft) as model:
-                require_heads(model)
-                self._heads = load_heads(model, self._decoder)
+                require_heads(model, (MTP, eagle3.KIND))
+                self._heads = load_drafter(model, self._decoder)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -164,7 +168,7 @@ class TransformersEngine:
             if num_drafted:
                 begin = RecurrentStates(cache)
             new_ids = drafted_ids[:, cache.get_seq_length() :]
-            before, after = self._states(new_ids, cache, images)
+            before, after, features = self._states(new_ids, cache, images)
             logits = self._output_layer(after[0, -num_drafted - 1 :])
             if processor is None:
                 tokens = verify_greedily(drafts, logits)
@@ -188,6 +192,9 @@ class TransformersEngine:
             fed = after
             if self._drafting.takes_before_norm:
                 fed = before
+            if self._heads is not None and features:
+                (drafter_layer,) = self._heads
+                fed = drafter_layer.fused(features)
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 is_stop = token in sampling.stop_token_ids
@@ -222,8 +229,9 @@ class TransformersEngine:
 
     def _states(
         self, ids: torch.Tensor, cache: DynamicCache, images: ImageInputs | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the trunk's states [1, S, H] before and after its final norm.
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Return the trunk's states [1, S, H] before and after its final norm, and the inputs of the layers in
+        `Heads.features`.
 
         transformers returns only the states after the norm.
         """
@@ -235,10 +243,14 @@ class TransformersEngine:
             inputs["position_ids"] = images.positions(start, ids.shape[1])
             if start == 0:  # later passes contain only generated tokens
                 inputs["mm_encoder_outputs"] = images.outputs
-        before: list[torch.Tensor] = []
-        with self._decoder.norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0])):
+        seen: list[torch.Tensor] = []
+        modules = [*(self._decoder.layers[layer] for layer in self._features), self._decoder.norm]
+        with ExitStack() as hooks:
+            for module in modules:
+                hooks.enter_context(module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])))
             after = model(**inputs).last_hidden_state
-        return before[0], after
+        *features, before = seen
+        return before, after, features
 
     def _roll_back(
         self, ids: torch.Tensor, number: int, cache: DynamicCache, begin: RecurrentStates, images: ImageInputs | None

@@ -26,11 +26,13 @@ from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import (
     asked_tokens,
     check_quantization,
+    check_trunk_of_drafter,
     mtp_options,
     num_drafting_heads,
     num_tokens_to_draft,
 )
 from swiftlite.engines.vllm.stock_draft import draft_folder
+from swiftlite.families import eagle3
 from swiftlite.families.resolved import HfModel
 
 # vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).
@@ -54,7 +56,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
     loading = Loading(VLLM, model, folder)
     with loading.until_it_objects():
         speculative = _speculative_config(config, loading.problems)
-        _check_quantization(model)
+        _check_support(model)
         with stage("vLLM rejected its options"):
             vllm_config = _vllm_config(config, speculative)
         with set_current_vllm_config(vllm_config), one_rank(distributed):
@@ -97,9 +99,10 @@ def _speculative_config(config: EngineConfig, problems: list[str]) -> dict[str, 
     return {**mtp_options(model), **(given or {}), "num_speculative_tokens": num_tokens}
 
 
-def _check_quantization(model: HfModel) -> None:
+def _check_support(model: HfModel) -> None:
     try:
         check_quantization(model)
+        check_trunk_of_drafter(model)
     except UserError as error:
         raise LoadError(f"{error.problem}; {error.hint}") from error
 
@@ -121,8 +124,12 @@ def _vllm_config(config: EngineConfig, speculative: dict[str, Any] | None) -> Vl
 def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
     """Let vLLM build and fill the draft model; return None if the speculative method has no draft model."""
     drafting = vllm_config.speculative_config
-    if drafting is None or drafting.method not in ("mtp", "draft_model"):
+    if drafting is None or drafting.method not in ("mtp", "draft_model", eagle3.KIND):
         return None
+    if drafting.method == eagle3.KIND:
+        # A drafter with a draft vocabulary has an output layer of its own.
+        shared = SHARED[:1] if loading.model.heads.draft_vocab else SHARED
+        return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
     if drafting.method == "mtp":
         shared = SHARED
         if loading.model.family.outside(loading.model.config).heads_have_output_layers:

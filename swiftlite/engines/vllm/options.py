@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.base.log import logger
 from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.engines.draft_schedule import DraftSchedule
@@ -20,6 +21,7 @@ from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.stock_draft import draft_folder
+from swiftlite.families import eagle3
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
 
@@ -50,7 +52,8 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     num_tokens = asked_tokens(config)
     if num_tokens == 0:
         return None
-    require_heads(model)
+    require_heads(model, (MTP, eagle3.KIND))
+    check_trunk_of_drafter(model)
     check_quantized_heads(model, VLLM)
     log_fed_otherwise(model, VLLM)
     known = VLLM.convention_for(model.family)
@@ -60,7 +63,8 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
             f"vLLM's {draft} supports one MTP head, but the checkpoint has {model.heads.layers}",
             "use --infer_backend transformers, which runs every head",
         )
-    if model.heads.draft_vocab and draft not in DRAFTS.values():
+    has_own_output = model.heads.kind != MTP
+    if model.heads.draft_vocab and draft not in DRAFTS.values() and not has_own_output:
         raise UserError(
             f"vLLM's {draft} does not support the draft vocabulary of the checkpoint's heads",
             "use --infer_backend transformers or sglang, or train the heads with --draft_vocab 0",
@@ -73,11 +77,30 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
 
 
 def mtp_options(model: HfModel) -> dict[str, Any]:
-    """Return vLLM's options for drafting with the heads of a model: from their own folder, if they have one."""
+    """Return vLLM's options for drafting with the heads of a model, or another drafter: from their own folder, if they
+    have one."""
+    method = {"method": model.heads.kind}
     folder = draft_folder(model)
     if folder is None:
-        return {"method": "mtp"}
-    return {"method": "mtp", "model": str(folder.absolute())}
+        return method
+    return {**method, "model": str(folder.absolute())}
+
+
+def check_trunk_of_drafter(model: HfModel) -> None:
+    """Check that vLLM drafts with the drafter of a model, if it is an EAGLE-3 drafter.
+
+    Raises:
+        UserError: vLLM's class of the trunk does not return inputs of decoder layers, or the drafter has no folder.
+    """
+    if model.heads.kind != eagle3.KIND:
+        return
+    if model.family.name not in eagle3.VLLM_TRUNKS:
+        raise UserError(
+            f"vLLM is not supported for EAGLE-3 drafters of {model.family.name}",
+            f"use --infer_backend transformers; supported are {', '.join(eagle3.VLLM_TRUNKS)}",
+        )
+    if draft_folder(model) is None:
+        raise UserError(f"{model.directory} has no {DRAFT_FOLDER}/", "export the run again: swiftlite export --to_hf")
 
 
 def require_plugin_for(config: EngineConfig) -> None:

@@ -1,12 +1,13 @@
 """Write and check the folder `draft/` of an export, from which vLLM drafts without swiftlite's plugin.
 
-    config.json                   selects one of vLLM's draft classes (`families/serving/stock.py`)
-    model.safetensors, its index  the head with the names of this class
-    model-mtp.safetensors         the same head with the names of its family, for training and other engines
+    config.json                   selects one of vLLM's draft classes
+    model.safetensors, its index  the head or the drafter with the names of this class
+    model-mtp.safetensors         the same with the names of its family, for training and other engines
 
     vllm serve HF --speculative-config '{"method": "mtp", "model": "HF/draft", "num_speculative_tokens": 1}'
 
-The weights of the trunk are in files that vLLM's own trunk classes read, because they refuse tensors of heads.
+The classes for heads are in `families/serving/stock.py`. An EAGLE-3 drafter (`families/eagle3.py`) has the method
+eagle3. The weights of the trunk are in files that vLLM's own trunk classes read, because they refuse tensors of heads.
 """
 
 import json
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.base.heads import DEPTH_KEY, Heads
+from swiftlite.base.heads import DEPTH_KEY, Heads, kind_of
 from swiftlite.base.json_file import read_json
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, HEADS_FILE, read_config
 from swiftlite.bridge.rejoin import joined, separated
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.bridge.tensors import INDEX_NAME, SINGLE_NAME
+from swiftlite.bridge.tensors import INDEX_NAME, SINGLE_NAME, Checkpoint
+from swiftlite.families import eagle3
 from swiftlite.families.family import Family
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving import stock
@@ -68,7 +70,7 @@ def draft_problems(model: HfModel) -> list[str]:
             f"{DRAFT_FOLDER}/{SINGLE_NAME}": (load_file(folder / SINGLE_NAME), tensors),
             f"{DRAFT_FOLDER}/{INDEX_NAME}": (read_json(folder / INDEX_NAME)["weight_map"], _index(tensors)),
             f"{DRAFT_FOLDER}/config.json": (read_json(folder / "config.json"), _config(model.family, model.config)),
-            "config.json": (model.config, stock.trunk_config(model.family, model.config)),
+            "config.json": (model.config, trunk_config(model.family, model.config)),
         }
     except Exception as error:  # also those of the safetensors package
         return [f"{DRAFT_FOLDER}/ cannot be read: {error}"]
@@ -91,8 +93,17 @@ def _index(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return dict.fromkeys(tensors, SINGLE_NAME)
 
 
+def trunk_config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
+    """Return the keys of the trunk's config.json that the draft class reads."""
+    if kind_of(hf_config) == eagle3.KIND:
+        return {}
+    return stock.trunk_config(family, hf_config)
+
+
 def _config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
     """Return the config.json of the heads."""
+    if kind_of(hf_config) == eagle3.KIND:
+        return eagle3.own_config(family, hf_config)
     own = stock.trunk_config(family, hf_config) | {DEPTH_KEY: Heads.from_config(hf_config).layers}
     copied = {key: hf_config[key] for key in _OF_TRUNK if key in hf_config}
     return {**copied, **stock.class_of(family, hf_config).selected_by, **own}
@@ -101,6 +112,8 @@ def _config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
 def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of the head with the names of vLLM's class."""
     stored = load_file(directory / HEADS_FILE)
+    if kind_of(hf_config) == eagle3.KIND:
+        return {**stored, **_tensors_of_vocab(directory, family, hf_config)}
     rows = {row.mcore: row for row in stock.class_of(family, hf_config).rows(family, hf_config)}
     factors = stock.factors(family, hf_config)
     tensors: dict[str, torch.Tensor] = {}
@@ -108,3 +121,17 @@ def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, 
         for key, tensor in separated(rows[row.mcore], joined(row, stored.__getitem__)).items():
             tensors[key] = (tensor.float() * factors.get(key, 1.0)).to(tensor.dtype)
     return tensors
+
+
+def _tensors_of_vocab(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, torch.Tensor]:
+    """Return the output layer of a drafter with a draft vocabulary: rows of that of the trunk, for each row the
+    difference between the token and the row's number (d2t), and for each token whether it has a row (t2d)."""
+    tokens = torch.tensor(Heads.from_config(hf_config).draft_vocab, dtype=torch.int64)
+    if not len(tokens):
+        return {}
+    outside = family.outside(hf_config)
+    is_drafted = torch.zeros(outside.vocab, dtype=torch.bool)
+    is_drafted[tokens] = True
+    with Checkpoint(directory) as checkpoint:
+        output = checkpoint.read(outside.hf_embedding if outside.is_tied else outside.hf_output_layer)
+    return {"lm_head.weight": output[tokens], "d2t": tokens - torch.arange(len(tokens)), "t2d": is_drafted}

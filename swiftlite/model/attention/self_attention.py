@@ -29,6 +29,7 @@ class SelfAttention(McoreSelfAttention):
             `config`. `kv_channels` is V.
         query_size: D. If it differs from V, megatron-core's class computes neither the size of the projection nor
             queries, keys and values.
+        input_size: size of the inputs of queries, keys and values; None: H.
         value_scale: factor of values.
         is_rotary: whether queries and keys have rotary embeddings.
         rope: the channels of this layer in `rotary_pos_emb`, if layers have different rotary embeddings.
@@ -45,6 +46,7 @@ class SelfAttention(McoreSelfAttention):
         *args: Any,
         sizes: dict[str, int],
         query_size: int,
+        input_size: int | None = None,
         value_scale: float = 1.0,
         is_rotary: bool = True,
         rope: slice = slice(None),
@@ -54,9 +56,11 @@ class SelfAttention(McoreSelfAttention):
     ):
         config = _with_sizes(config, sizes)
         heads, groups, value_size = (sizes[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
+        num_outputs = None
         if query_size != value_size:
-            num_channels = heads * query_size + groups * (query_size + value_size)
-            submodules = replace(submodules, linear_qkv=_with_outputs(submodules.linear_qkv, num_channels))
+            num_outputs = heads * query_size + groups * (query_size + value_size)
+        if num_outputs or input_size:
+            submodules = replace(submodules, linear_qkv=_with_channels(submodules.linear_qkv, input_size, num_outputs))
         super().__init__(config, submodules, *args, **kwargs)
         self.query_size, self.value_size, self.value_scale = query_size, value_size, value_scale
         self.linear_gate = None
@@ -156,10 +160,11 @@ def _with_sizes(config: TransformerConfig, sizes: dict[str, int]) -> Transformer
     return own
 
 
-def _with_outputs(linear: Callable[..., Any], num_channels: int) -> Callable[..., Any]:
-    """Return a function that builds a linear layer with another number of output channels than it is called with."""
+def _with_channels(linear: Callable[..., Any], own_inputs: int | None, own_outputs: int | None) -> Callable[..., Any]:
+    """Return a function that builds a linear layer with other numbers of channels than it is called with; None: the
+    same number."""
 
     def build(num_inputs: int, num_outputs: int, **options: Any) -> Any:
-        return linear(num_inputs, num_channels, **options)
+        return linear(own_inputs or num_inputs, own_outputs or num_outputs, **options)
 
     return build

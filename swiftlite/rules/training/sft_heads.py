@@ -8,6 +8,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.docs import unsupported
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.families import FAMILIES
+from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.serving import stock
 from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import method_of
@@ -99,6 +100,29 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
         yield f"--mtp_init {args.mtp_init} initializes MTP heads, but {declared}", "use --mtp_init random"
     if args.draft_for:
         yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, but {declared}", "remove it"
+
+
+def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject what a drafter that reads inputs of decoder layers does not support."""
+    heads, family = heads_of(args, facts.heads), FAMILIES.get(str(facts.hf_config.get("model_type")))
+    if not heads.layers or not heads.features or family is None or facts.architecture is None:
+        return
+    name, without = f"the drafter {heads.kind!r}", "use --mtp_num_layers 0 to train without it"
+    if why := DRAFTERS[heads.kind].why_not(family, facts.hf_config):
+        yield f"--model of model_type {family.name!r} cannot have {name}: {why}", "train MTP heads: omit --drafter"
+    if args.mtp_mode != "heads_only":
+        hint = f"add --mtp_mode heads_only, or {without}"
+        if "mtp_mode" in unsupported(type(args)):
+            hint = without
+        yield f"{name} requires a frozen trunk", hint
+    if heads.layers > 1:
+        yield f"{name} has one layer, not {heads.layers}", "add --mtp_num_layers 1, and --mtp_unroll N"
+    if args.tuner_type == "lora":
+        yield f"{name} does not support --tuner_type lora", f"omit it, or {without}"
+    if args.mtp_init == "graft":
+        yield f"{name} does not support --mtp_init graft", "use --mtp_init random"
+    if facts.is_quantized:
+        yield f"{name} does not support quantized models", "use the model before its quantization"
 
 
 def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -1,0 +1,87 @@
+"""Implement an EAGLE-3 drafter (`families/eagle3.py`) in plain torch on top of a transformers trunk.
+
+It has the interface of an `MtpHead`, with which `MtpCandidateGenerator` drafts.
+
+Shapes: B batch (always 1), S positions, H hidden size, F features.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, LlamaConfig
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+from swiftlite.bridge.rows import shapes_of
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.engines.transformers.mtp_heads import load_heads
+from swiftlite.families import eagle3
+from swiftlite.families.resolved import HfModel
+
+_SETTINGS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("hidden_act", "attention_bias", "mlp_bias"),
+)
+
+
+class Eagle3Drafter(nn.Module):
+    """The drafter. Modules have the names of its files.
+
+    Args:
+        hf_config: the drafter's own config.json, from `eagle3.own_config`.
+        attention: transformers' name of the implementation of attention.
+    """
+
+    make_mask = staticmethod(create_causal_mask)
+    output_layer = None  # that of the trunk
+
+    def __init__(self, hf_config: dict[str, Any], attention: str):
+        super().__init__()
+        config = LlamaConfig(**{key: hf_config[key] for key in _SETTINGS}, attn_implementation=attention)
+        size, num_features = hf_config["hidden_size"], hf_config["num_aux_hidden_states"]
+        self.fc = nn.Linear(num_features * size, size, bias=False)
+        self.fc_norm = nn.ModuleList()
+        if hf_config["fc_norm"]:
+            self.fc_norm += [LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(num_features)]
+        self.midlayer: Any = LlamaDecoderLayer(config, layer_idx=0)
+        self.midlayer.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        projections = self.midlayer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(projections, name, nn.Linear(2 * size, getattr(projections, name).out_features, bias=False))
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+
+    @property
+    def final_layernorm(self) -> nn.Module:
+        """The output norm, by its name in an `MtpHead`."""
+        return self.norm
+
+    def fused(self, features_BSH: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the state [B, S, H] that the first step reads, from F features."""
+        if self.fc_norm:
+            features_BSH = [norm(each) for norm, each in zip(self.fc_norm, features_BSH, strict=True)]
+        return self.fc(torch.cat([*features_BSH], dim=-1))
+
+    def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
+        """Return the state [B, S, H] before the output norm; arguments are those of `MtpHead.forward`."""
+        layer = self.midlayer
+        pair = torch.cat((layer.input_layernorm(embedding_BSH), layer.hidden_norm(hidden_BSH)), dim=-1)
+        hidden_BSH = hidden_BSH + layer.self_attn(pair, **layer_kwargs)[0]
+        return hidden_BSH + layer.mlp(layer.post_attention_layernorm(hidden_BSH))
+
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache of the layer."""
+        return DynamicCache()
+
+
+def load_drafter(model: HfModel, decoder: Any) -> nn.ModuleList:
+    """Load the checkpoint's MTP heads, or its EAGLE-3 drafter, on the device and in the dtype of the decoder."""
+    if model.heads.kind != eagle3.KIND:
+        return load_heads(model, decoder)
+    drafter = Eagle3Drafter(eagle3.own_config(model.family, model.config), decoder.config._attn_implementation)
+    with Checkpoint(model.directory) as checkpoint:
+        names = shapes_of(model.family.head_rows(model.config, 0))
+        drafter.load_state_dict({name: checkpoint.read(name) for name in names}, strict=True)
+    drafter.to(decoder.device, decoder.dtype)
+    return nn.ModuleList([drafter]).requires_grad_(False).eval()

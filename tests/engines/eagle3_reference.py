@@ -1,0 +1,151 @@
+"""Define EAGLE-3 in plain torch, without a cache, for the same comparisons as `tests/engines/reference.py`.
+
+It shares only the names of tensors in published files with swiftlite.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.functional import linear, silu
+
+from tests.engines.reference import Reference, stack_experts
+from tests.tiny import embedded, make_tiny_model
+
+VERSIONS: dict[str, dict[str, bool]] = {
+    "3.0": {"fc_norm": False, "norm_output": False},
+    "3.1": {"fc_norm": True, "norm_output": True},
+}
+
+
+def declared(version: str, features: list[int]) -> dict[str, Any]:
+    """Return what config.json declares for a drafter."""
+    return {"kind": "eagle3", "layers": 1, "feature_layers": features, **VERSIONS[version]}
+
+
+def random_tensors(
+    config: dict[str, Any], num_features: int, version: str, std: float = 0.2
+) -> dict[str, torch.Tensor]:
+    """Return a random drafter for a trunk with this config.json."""
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    queries, keys = heads * size, config["num_key_value_heads"] * size
+    shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, num_features * hidden), "norm": (hidden,)}
+    shapes |= {"midlayer.self_attn.q_proj": (queries, 2 * hidden), "midlayer.self_attn.o_proj": (hidden, queries)}
+    shapes |= {f"midlayer.self_attn.{name}_proj": (keys, 2 * hidden) for name in "kv"}
+    shapes |= {f"midlayer.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    shapes["midlayer.mlp.down_proj"] = (hidden, inner)
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    shapes |= {f"midlayer.{name}": (hidden,) for name in norms}
+    if VERSIONS[version]["fc_norm"]:
+        shapes |= {f"fc_norm.{number}": (hidden,) for number in range(num_features)}
+    return {f"{name}.weight": (len(shape) == 1) + torch.randn(shape) * std for name, shape in shapes.items()}
+
+
+class Eagle3Reference(Reference):
+    """A trunk of transformers with an EAGLE-3 drafter.
+
+    Args:
+        tensors: tensors of the drafter, with the names in files.
+        features: numbers of the decoder layers whose inputs it reads.
+    """
+
+    def __init__(self, trunk: Any, family: str, tensors: dict[str, torch.Tensor], features: list[int], version: str):
+        nn.Module.__init__(self)
+        self.trunk, self.family, self.depth = trunk, family, 1
+        self.features, self.version, self.draft_vocab = features, version, []
+        trunk.set_experts_implementation("eager")
+        self.own = nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in tensors.items()})
+        output_norm = nn.Module()
+        output_norm.weight = self.own["norm/weight"]
+        self.heads = nn.ModuleList([nn.ModuleDict({"output_norm": output_norm})])
+
+    @classmethod
+    def of(cls, trunk: Any, family: str, features: list[int], version: str) -> "Eagle3Reference":
+        """Return a trunk with a random drafter."""
+        return cls(trunk, family, random_tensors(trunk.config.to_dict(), len(features), version), features, version)
+
+    @classmethod
+    def load(cls, directory: Path, family: str, depth: int = 1) -> "Eagle3Reference":
+        """Read a checkpoint whose config.json declares the drafter."""
+        tensors = load_file(directory / "model.safetensors")
+        config = json.loads((directory / "config.json").read_text())
+        overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype", "drafter")}
+        trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
+        missing, own = trunk.load_state_dict(stack_experts(tensors), strict=False)
+        assert set(missing) <= {"lm_head.weight"}
+        trunk.tie_weights()
+        drafter = config["drafter"]
+        version = "3.1" if drafter["fc_norm"] else "3.0"
+        return cls(trunk, family, {name: tensors[name] for name in own}, drafter["feature_layers"], version).eval()
+
+    def mtp_tensors(self) -> dict[str, torch.Tensor]:
+        return {name.replace("/", "."): tensor.detach().contiguous() for name, tensor in self.own.items()}
+
+    def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the fused features, and the states after the final norm, each [B, S, H]."""
+        seen: list[torch.Tensor] = []
+        layers = [self.trunk.model.layers[number] for number in self.features]
+        handles = [layer.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in layers]
+        after = self.trunk.model(ids_BS, use_cache=False).last_hidden_state
+        for handle in handles:
+            handle.remove()
+        if VERSIONS[self.version]["fc_norm"]:
+            seen = [self._normed(feature, f"fc_norm.{number}") for number, feature in enumerate(seen)]
+        return self._mapped(torch.cat(seen, dim=-1), "fc"), after
+
+    def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        embedding = self._normed(embedded(self.trunk, ids_BS), "midlayer.input_layernorm")
+        pair = torch.cat((embedding, self._normed(hidden_BSH, "midlayer.hidden_norm")), dim=-1)
+        state = hidden_BSH + self._attention(pair)
+        inner = self._normed(state, "midlayer.post_attention_layernorm")
+        gated = silu(self._mapped(inner, "midlayer.mlp.gate_proj")) * self._mapped(inner, "midlayer.mlp.up_proj")
+        before = state + self._mapped(gated, "midlayer.mlp.down_proj")
+        after = self._normed(before, "norm")
+        return (after if VERSIONS[self.version]["norm_output"] else before), after
+
+    def _attention(self, pair_BSH: torch.Tensor) -> torch.Tensor:
+        length, heads = pair_BSH.shape[1], self.trunk.config.num_attention_heads
+        cos, sin = self.trunk.model.rotary_emb(pair_BSH, torch.arange(length)[None])
+        query, key, value = (
+            self._mapped(pair_BSH, f"midlayer.self_attn.{name}_proj").unflatten(-1, (-1, cos.size(-1))).transpose(1, 2)
+            for name in "qkv"
+        )
+        query, key = (_rotated(each, cos, sin) for each in (query, key))
+        key, value = (each.repeat_interleave(heads // each.size(1), dim=1) for each in (key, value))
+        scores = query @ key.transpose(-1, -2) / cos.size(-1) ** 0.5
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        out = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+        return self._mapped(out.transpose(1, 2).flatten(2), "midlayer.self_attn.o_proj")
+
+    def _mapped(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        return linear(hidden, self.own[f"{name}.weight".replace(".", "/")])
+
+    def _normed(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        epsilon = self.trunk.config.rms_norm_eps
+        normed = hidden * (hidden.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
+        return normed * self.own[f"{name}.weight".replace(".", "/")]
+
+
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+def declare(directory: Path, version: str, features: list[int]) -> Path:
+    """Let config.json declare the drafter; return the directory."""
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("num_nextn_predict_layers", None)
+    (directory / "config.json").write_text(json.dumps({**config, "drafter": declared(version, features)}, indent=2))
+    return directory
+
+
+def add_drafter(directory: Path, version: str, features: list[int]) -> Path:
+    """Add a random drafter to a model without heads; return the directory."""
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors") | random_tensors(config, len(features), version)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return declare(directory, version, features)
