@@ -215,7 +215,9 @@ def test_all_problems_come_together(here):
             "--mtp_unroll_weights joint --mtp_unroll 1",
         ),
         (
-            dataclasses.replace(SFT, mtp_unroll=3, mtp_unroll_weights="joint", mtp_unroll_beta=0.5),
+            dataclasses.replace(
+                SFT, mtp_unroll=3, mtp_unroll_weights="joint", mtp_unroll_beta=0.5, mtp_mode="heads_only"
+            ),
             "--mtp_unroll_beta 0.5 --mtp_unroll_weights joint",
         ),
         (

@@ -148,7 +148,9 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
 def _idle_of_heads(args: SftArgs, facts: Facts) -> Idle:
     no_heads = (_has_no_heads(args, facts), NO_HEADS)
     not_unrolled = (args.mtp_unroll == 1, "--mtp_unroll is 1")
-    has_joint_weights = (args.mtp_unroll_weights == "joint", "--mtp_unroll_weights is joint")
+    no_beta = not_unrolled
+    if args.mtp_unroll_weights == "joint" and args.mtp_unroll > 1:
+        no_beta = (True, "--mtp_unroll_weights is joint")
     names = (
         "mtp_loss_scaling_factor",
         "mtp_loss",
@@ -159,12 +161,13 @@ def _idle_of_heads(args: SftArgs, facts: Facts) -> Idle:
         "mtp_tuner",
         "draft_vocab",
     )
-    return dict.fromkeys(names, no_heads) | {
+    idle: Idle = dict.fromkeys(names, no_heads)
+    return idle | {
         "clip_grad": (
             args.mtp_mode == "heads_only" and args.mtp_clip_grad is not None,
             "only heads are trained, and --mtp_clip_grad clips them",
         ),
-        "mtp_unroll_beta": not_unrolled if args.mtp_unroll == 1 else has_joint_weights,
+        "mtp_unroll_beta": no_beta,
         "mtp_unroll_weights": not_unrolled,
         "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
     }

@@ -75,7 +75,7 @@ def one_layer_is_unrolled(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 def joint_weights_have_an_overlap(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     kind = mtp_loss_of(args)
-    if args.mtp_unroll_weights == "joint" and args.mtp_unroll > 1 and kind not in OVERLAP_LOSSES:
+    if heads_of(args, facts.heads).has_joint_weights and kind not in OVERLAP_LOSSES:
         yield (
             f"--mtp_unroll_weights joint does not support --mtp_loss {kind}, which is not computed with the overlap",
             f"use --mtp_loss {' or '.join(OVERLAP_LOSSES)}",
