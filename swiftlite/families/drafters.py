@@ -82,6 +82,7 @@ def _are_features(given: Any, num_layers: Any) -> bool:
     """Return whether a value can be `Heads.features`."""
     if not isinstance(given, list) or not all(type(layer) is int for layer in given):
         return False
-    if not isinstance(num_layers, int):  # which is reported elsewhere
-        return True
-    return all(before < after for before, after in pairwise([-1, *given, num_layers]))
+    bounded = [-1, *given]
+    if isinstance(num_layers, int):  # otherwise it is reported elsewhere
+        bounded.append(num_layers)
+    return all(before < after for before, after in pairwise(bounded))

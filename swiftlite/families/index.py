@@ -143,13 +143,17 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
 def known_architecture(hf_config: HfConfig) -> Architecture | None:
     """Return the architecture of a config.json for rules; None if it is incomplete.
 
-    The architecture is incomplete if config.json is missing, has an unknown model_type or does not contain a size. One
-    rule or the family reports this problem, and all other rules ignore it.
+    The architecture is incomplete if config.json is missing, has an unknown model_type or does not contain a size, or
+    declares a drafter that the model cannot have. One rule or the family reports this problem, and all other rules
+    ignore it.
     """
     family = _find(hf_config)
     if family is None or value_problems(hf_config, family.numbers_by_layer):
         return None
-    return _countable(family, hf_config)
+    architecture = _countable(family, hf_config)
+    if architecture is None or family.drafter(hf_config).why_not(family, hf_config):
+        return None
+    return architecture
 
 
 def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:

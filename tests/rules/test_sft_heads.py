@@ -166,7 +166,7 @@ def test_a_drafter_of_a_frozen_trunk(here, change, problem, hint):
 def test_a_drafter_needs_a_trunk_like_llama(here):
     change_config(partial_rotary_factor=0.5)
     problems = problems_of(dataclasses.replace(SFT, **DRAFTER))
-    assert [each for each in problems if mentions(each[0], "--model qwen3 eagle3")]
+    assert [each for each in problems if mentions(each[0], "--drafter eagle3.1 --model plain")]
 
 
 CACHED = {"model": "mtp2", "mtp_mode": "heads_only", "cache_trunk_states": "cache"}

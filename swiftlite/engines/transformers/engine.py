@@ -193,8 +193,8 @@ class TransformersEngine:
             if self._drafting.takes_before_norm:
                 fed = before
             if self._heads is not None and features:
-                (drafter_layer,) = self._heads
-                fed = drafter_layer.fused(features)
+                layer: Any = self._heads[0]
+                fed = layer.fused(features)
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 is_stop = token in sampling.stop_token_ids

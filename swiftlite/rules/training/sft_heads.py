@@ -6,9 +6,9 @@ from pathlib import Path
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import unsupported
-from swiftlite.base.heads import MTP, Heads
+from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads
 from swiftlite.families import FAMILIES
-from swiftlite.families.drafters import DRAFTERS
+from swiftlite.families.index import known_architecture
 from swiftlite.families.serving import stock
 from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import method_of
@@ -102,14 +102,21 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
         yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, but {declared}", "remove it"
 
 
+def drafter_fits_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    family = FAMILIES.get(str(facts.hf_config.get("model_type")))
+    without = {key: value for key, value in facts.hf_config.items() if key != DRAFTER_KEY}
+    if args.drafter is None or family is None or known_architecture(without) is None:
+        return
+    if why := family.drafter(facts.hf_config).why_not(family, facts.hf_config):
+        yield f"--drafter {args.drafter} is not supported for --model {args.model}: {why}", "omit it to train MTP heads"
+
+
 def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     """Reject what a drafter that reads inputs of decoder layers does not support."""
-    heads, family = heads_of(args, facts.heads), FAMILIES.get(str(facts.hf_config.get("model_type")))
-    if not heads.layers or not heads.features or family is None or facts.architecture is None:
+    heads = heads_of(args, facts.heads)
+    if not heads.layers or not heads.features or facts.architecture is None:
         return
     name, without = f"the drafter {heads.kind!r}", "use --mtp_num_layers 0 to train without it"
-    if why := DRAFTERS[heads.kind].why_not(family, facts.hf_config):
-        yield f"--model of model_type {family.name!r} cannot have {name}: {why}", "train MTP heads: omit --drafter"
     if args.mtp_mode != "heads_only":
         hint = f"add --mtp_mode heads_only, or {without}"
         if "mtp_mode" in unsupported(type(args)):
