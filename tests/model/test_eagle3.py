@@ -1,5 +1,6 @@
 """Test EAGLE-3 drafters against an implementation in plain torch (`tests/engines/eagle3_reference.py`)."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def test_three_steps_and_their_gradients(family, version, tmp_path, mesh):
     directory = make(tmp_path, family, version)
     model, reference = load(directory, mesh), Eagle3Reference.load(directory, family)
     reference.trunk.requires_grad_(False)
+    exact = deepcopy(reference).double()
     expected = [torch.stack(of_step) for of_step in drafted_logits(reference, IDS)]
     divisor = getattr(reference.trunk.config, "logits_scaling", 1.0)
     found = logits_of(model.train())
@@ -72,15 +74,20 @@ def test_three_steps_and_their_gradients(family, version, tmp_path, mesh):
         torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
     sum_of(found).backward()
     sum_of(expected).backward()
+    sum_of([torch.stack(of_step) for of_step in drafted_logits(exact, IDS)]).backward()
     names = {row.mcore: row for row in resolve(directory).family.head_rows(resolve(directory).config, 0)}
     for name, row in names.items():
         if len(row.hf) > 1:
             continue  # joined; the training test compares all of them
-        gradient = reference.own[next(iter(row.hf)).replace(".", "/")].grad
+        parameter = next(iter(row.hf)).replace(".", "/")
+        gradient, wanted = reference.own[parameter].grad, exact.own[parameter].grad
         ours = model.get_parameter(name).grad
         assert ours is not None
         assert gradient is not None
-        torch.testing.assert_close(ours, gradient, rtol=0, atol=2e-5 * float(gradient.abs().max()), msg=name)
+        assert wanted is not None
+        # With some random models, such as this qwen2, float32 is less accurate: the reference differs by 4e-5.
+        tolerance = 2e-5 * float(wanted.abs().max()) + 2 * float((gradient - wanted).abs().max())
+        torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=tolerance, msg=name)
     assert all(parameter.grad is None for parameter in model.decoder.parameters())
 
 
