@@ -202,7 +202,7 @@ def _write_model(file: Path, directory: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(directory)  # otherwise transformers reads all metadata once more
+    config = AutoConfig.from_pretrained(directory)  # otherwise transformers reads all metadata again
     try:
         read = AutoModelForCausalLM.from_pretrained(
             str(file.parent),

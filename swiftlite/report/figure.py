@@ -275,7 +275,7 @@ def as_svg(figure: mpl_figure.Figure) -> bytes:
 
 def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:
     """Return the SVG element with unique ids, the page's colors, and its title for screen readers."""
-    # The constrained layout would measure the labels twice and draw the figure once more.
+    # The constrained layout would measure the labels twice and draw the figure again.
     figure.tight_layout(pad=MARGIN)
     text = as_svg(figure).decode()
     text = re.sub(
