@@ -33,7 +33,7 @@ from tests.tiny import make_tiny_hf
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 NEW_TOKENS, LAYERS = 16, 4
-FEATURES = [0, 2, 3]
+FEATURES = [1, 2, 3]
 DRAFT_CLASS = "Eagle3LlamaForCausalLM"
 
 
@@ -47,6 +47,8 @@ def exported(source: Path, directory: Path, mesh: Mesh) -> Path:
 
 def sizes_of(family: str) -> dict[str, Any]:
     sizes = {"num_hidden_layers": LAYERS, **SIZES.get(family, {})}
+    if "sliding_window" in sizes:
+        sizes["sliding_window"] = None
     if family == "smollm3":
         sizes["no_rope_layers"] = [0, 1, 1, 0]
     return sizes
@@ -83,7 +85,7 @@ def test_counts_of_vllm_without_plugins(family, version, num_tokens, vllm_host, 
     assert found == counts_of_transformers(directory, prompts, num_tokens)
     assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
     assert counts.accepted_per_position[-1] > 0
-    reference.features = [1, 2, 3]
+    reference.features = [0, 1, 2]  # off by one
     assert reference.simulate(prompts, NEW_TOKENS, num_tokens)[1] != counts
 
 
@@ -127,6 +129,9 @@ def test_vllm_is_refused_for_a_trunk_without_inner_states(tmp_path):
     declare(tmp_path / "model", "3.1", [0, 1])
     with pytest.raises(UserError, match=naming("vLLM EAGLE-3 qwen2_moe")):
         check_trunk_of_drafter(resolve_served(tmp_path / "model"))
+    declare(make_tiny_hf(tmp_path / "windows", "mistral", sliding_window=6), "3.1", [0, 1])
+    with pytest.raises(UserError, match=naming("vLLM EAGLE-3 window")):
+        check_trunk_of_drafter(resolve_served(tmp_path / "windows"))
 
 
 OPTIONS = (
