@@ -151,9 +151,9 @@ def test_one_gpu_is_too_small_and_says_what_fits(model, capsys):
     assert code == 1
     assert mentions(lines[1], "1 2048")
     assert lines[5].split()[:5] == ["0", "8,190,735,360", "16.38", "32.76", "98.29"]
-    assert mentions(lines[-2], "159.2 0 73.6 8% 80")
+    assert mentions(lines[-2], "158.8 0 73.6 8% 80")
     assert mentions(
-        lines[-1], "55.0 GB 4 --tensor_model_parallel_size 2 --sequence_parallel true --use_distributed_optimizer true"
+        lines[-1], "55.5 GB 4 --tensor_model_parallel_size 2 --sequence_parallel true --use_distributed_optimizer true"
     )
 
 
@@ -168,7 +168,7 @@ def test_the_suggestion_fits_when_it_is_typed(model, capsys):
         use_distributed_optimizer=True,
     )
     assert code == 0
-    assert mentions(lines[-1], "55.0 GB 0 73.6 8% 80")
+    assert mentions(lines[-1], "55.5 GB 0 73.6 8% 80")
 
 
 def test_a_line_for_every_stage(model, capsys):

@@ -39,6 +39,7 @@ class Model:
     family: str = "qwen3"
     num_layers: int | None = None
     has_images: bool = False
+    depth: int = 1
 
     def make(self, directory: Path) -> None:
         from tests.data.images import make_image_model
@@ -50,7 +51,7 @@ class Model:
         if self.has_images:
             make_image_model(directory, self.family)
         else:
-            make_tiny_hf(directory, self.family, depth=1, with_tokenizer=True, **sizes)
+            make_tiny_hf(directory, self.family, depth=self.depth, with_tokenizer=True, **sizes)
 
 
 MODELS = {
@@ -63,6 +64,7 @@ MODELS = {
     "hybrid": Model("qwen3_next"),
     "deepstack": Model("qwen3_vl", has_images=True),
     "windows": Model("qwen2_5_vl", has_images=True),
+    "llama": Model("llama", depth=0),
 }
 DENSE = ("dense", "deeper", "deepstack", "windows")
 KINDS = {name: kind for name, kind in kinds.KINDS.items() if kind.on_device}

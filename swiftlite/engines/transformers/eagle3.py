@@ -39,7 +39,8 @@ class Eagle3Drafter(nn.Module):
 
     def __init__(self, hf_config: dict[str, Any], attention: str):
         super().__init__()
-        settings = {key: hf_config[key] for key in _SETTINGS} | {"attn_implementation": attention}
+        settings: dict[str, Any] = {key: hf_config[key] for key in _SETTINGS}
+        settings["attn_implementation"] = attention
         config = LlamaConfig(**settings)
         size, num_features = hf_config["hidden_size"], hf_config["num_aux_hidden_states"]
         self.fc = nn.Linear(num_features * size, size, bias=False)
