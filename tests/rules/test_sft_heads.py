@@ -149,11 +149,16 @@ DRAFTER = {"drafter": "eagle3.1", "mtp_mode": "heads_only"}
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),
     [
-        ({"mtp_mode": "joint", "mtp_num_layers": 1, "mtp_init": "random"}, "eagle3", "--mtp_mode heads_only"),
-        ({"mtp_num_layers": 2}, "eagle3 2", "--mtp_num_layers 1 --mtp_unroll"),
-        ({"mtp_init": "fit_last_layer"}, "--mtp_init fit_last_layer eagle3", "--mtp_init random"),
-        ({"draft_for": "vllm"}, "--draft_for vllm eagle3", ""),
-        ({"mtp_init": "graft", "mtp_graft_from": "mtp2", "mtp_num_layers": 2}, "--mtp_init graft eagle3", "random"),
+        ({"mtp_mode": "joint"}, "--drafter eagle3.1 --mtp_mode heads_only", "--mtp_mode heads_only"),
+        ({"mtp_mode": "joint", "mtp_num_layers": 0}, "--drafter eagle3.1 --mtp_mode heads_only", "heads_only"),
+        ({"mtp_num_layers": 2}, "--drafter eagle3.1 2", "--mtp_num_layers 1 --mtp_unroll"),
+        ({"mtp_init": "fit_last_layer"}, "--mtp_init fit_last_layer --drafter eagle3.1", "--mtp_init random"),
+        ({"draft_for": "vllm"}, "--draft_for vllm --drafter eagle3.1", ""),
+        (
+            {"mtp_init": "graft", "mtp_graft_from": "mtp2", "mtp_num_layers": 2},
+            "--mtp_init graft --drafter eagle3.1",
+            "--mtp_init --mtp_graft_from",
+        ),
     ],
 )
 def test_a_drafter_of_a_frozen_trunk(here, change, problem, hint):

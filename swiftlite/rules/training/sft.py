@@ -156,7 +156,6 @@ def _idle_of_heads(args: SftArgs, facts: Facts) -> Idle:
         "mtp_loss",
         "mtp_clip_grad",
         "mtp_unroll",
-        "drafter",
         "draft_for",
         "mtp_tuner",
         "draft_vocab",

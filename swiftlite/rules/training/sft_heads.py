@@ -92,14 +92,22 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    kind = facts.heads.kind
-    if kind == MTP:
+    if facts.heads.kind == MTP:
         return
-    declared = f"config.json declares the drafter {kind!r}"
+    name = _drafter(args, facts)
+    if args.drafter and args.mtp_mode != "heads_only":
+        yield f"{name} requires --mtp_mode heads_only", "add --mtp_mode heads_only"
     if args.mtp_init in ("copy_last_layer", "fit_last_layer"):
-        yield f"--mtp_init {args.mtp_init} initializes MTP heads, but {declared}", "use --mtp_init random"
+        yield f"--mtp_init {args.mtp_init} initializes MTP heads, not {name}", "use --mtp_init random"
     if args.draft_for:
-        yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, but {declared}", "remove it"
+        yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, not of {name}", "remove it"
+
+
+def _drafter(args: SftArgs, facts: Facts) -> str:
+    """Return the name, in messages, of a drafter other than MTP heads."""
+    if args.drafter:
+        return f"--drafter {args.drafter}"
+    return f"the drafter {facts.heads.kind!r} that config.json declares"
 
 
 def drafter_fits_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -116,8 +124,10 @@ def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Proble
     heads = heads_of(args, facts.heads)
     if not heads.layers or not heads.features or facts.architecture is None:
         return
-    name, without = f"the drafter {heads.kind!r}", "use --mtp_num_layers 0 to train without it"
-    if args.mtp_mode != "heads_only":
+    name, without = _drafter(args, facts), "use --mtp_num_layers 0 to train without it"
+    of_lora = "remove --tuner_type"
+    if args.mtp_mode != "heads_only" and not args.drafter:
+        of_lora += f", or {without}"
         hint = f"add --mtp_mode heads_only, or {without}"
         if "mtp_mode" in unsupported(type(args)):
             hint = without
@@ -125,9 +135,9 @@ def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Proble
     if heads.layers > 1:
         yield f"{name} has one layer, not {heads.layers}", "add --mtp_num_layers 1, and --mtp_unroll N"
     if args.tuner_type == "lora":
-        yield f"{name} does not support --tuner_type lora", f"omit it, or {without}"
+        yield f"{name} does not support --tuner_type lora", of_lora
     if args.mtp_init == "graft":
-        yield f"{name} does not support --mtp_init graft", "use --mtp_init random"
+        yield f"{name} does not support --mtp_init graft", "remove --mtp_init and --mtp_graft_from"
     if facts.is_quantized:
         yield f"{name} does not support quantized models", "use the model before its quantization"
 
