@@ -11,6 +11,7 @@ from swiftlite.args.commands import GkdArgs
 from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
+from tests.published.library import content as published
 from tests.rules.good import SFT, change_config, problems_of
 
 
@@ -168,10 +169,17 @@ def test_a_drafter_of_a_frozen_trunk(here, change, problem, hint):
     assert mentions(found[0][1], hint)
 
 
-def test_a_drafter_needs_a_trunk_like_llama(here):
-    change_config(partial_rotary_factor=0.5)
-    problems = problems_of(dataclasses.replace(SFT, **DRAFTER))
-    assert [each for each in problems if mentions(each[0], "--drafter eagle3.1 --model plain")]
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"partial_rotary_factor": 0.5},
+        *(CONFIGS[family] for family in ("deepseek_v3", "glm4_moe", "minimax_m2", "gemma3_text", "gpt_oss", "olmo3")),
+        *map(published, ("ERNIE-4.5-21B-A3B-PT", "Qwen2.5-VL-3B-Instruct", "DeepSeek-V3")),
+    ],
+)
+def test_a_drafter_needs_a_trunk_like_llama(here, change):
+    change_config(**change)
+    assert mention_each(problems_of(dataclasses.replace(SFT, **DRAFTER)), ["--drafter eagle3.1 --model plain"])
 
 
 CACHED = {"model": "mtp2", "mtp_mode": "heads_only", "cache_trunk_states": "cache"}
