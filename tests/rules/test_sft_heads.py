@@ -130,6 +130,8 @@ def test_good_options_pass_without_a_note(here, args):
             "--mtp_graft_from fed",
             "--draft_for vllm sglang transformers",
         ),
+        ({"mtp_mode": "heads_only", "mtp_init": "graft", "mtp_graft_from": "drafted"}, "drafted eagle3", ""),
+        ({"mtp_num_layers": 2, "mtp_init": "graft", "mtp_graft_from": "drafted"}, "drafted eagle3", ""),
         (
             {"mtp_init": "random"},
             "--mtp_init random",

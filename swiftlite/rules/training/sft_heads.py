@@ -283,6 +283,8 @@ def graft_is_given_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         wanted = heads_of(args, facts.heads).layers
         grafted = Heads.from_config(facts.described("mtp_graft_from")[1])
         present = grafted.layers
+        if grafted.kind != MTP:
+            return  # `graft_has_heads` reports it
         if grafted.draft_vocab and args.draft_vocab is None:
             yield (
                 f"--mtp_graft_from {args.mtp_graft_from} has heads with a draft vocabulary",
