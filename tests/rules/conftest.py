@@ -16,7 +16,8 @@ def here(tmp_path, monkeypatch):
     config = {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, **SIZES}
     vocab = {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-40 50"}
     fed = {"num_nextn_predict_layers": 1, "mtp_drafting": Drafting(zeroes_first_embedding=True).to_json()}
-    drafted = {"drafter": {"kind": "eagle3", "layers": 1, "feature_layers": [1, 2, 3]}, "mtp_unroll": 3}
+    drafter = {"kind": "eagle3", "layers": 1, "feature_layers": [1, 2, 3], "fc_norm": True, "norm_output": True}
+    drafted = {"drafter": drafter, "mtp_unroll": 3}
     models = {"plain": {}, "mtp2": {"num_nextn_predict_layers": 2}, "vocab": vocab, "fed": fed, "drafted": drafted}
     for name, heads in models.items():
         Path(name).mkdir()

@@ -12,7 +12,7 @@ from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
 from tests.published.library import content as published
-from tests.rules.good import SFT, change_config, problems_of
+from tests.rules.good import SFT, problems_of
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,16 @@ DRAFTER = {"drafter": "eagle3.1", "mtp_mode": "heads_only"}
         ({"mtp_mode": "joint"}, "--drafter eagle3.1 --mtp_mode heads_only", "--mtp_mode heads_only"),
         ({"mtp_mode": "joint", "mtp_num_layers": 0}, "--drafter eagle3.1 --mtp_mode heads_only", "heads_only"),
         ({"mtp_num_layers": 2}, "--drafter eagle3.1 2", "--mtp_num_layers 1 --mtp_unroll"),
+        ({"mtp_num_layers": 2, "mtp_unroll": 3}, "--drafter eagle3.1 2", "--mtp_num_layers 1 --mtp_unroll"),
+        ({"mtp_num_layers": 0}, "--mtp_mode heads_only --mtp_num_layers 0", "--mtp_num_layers"),
+        ({"mtp_init": "checkpoint"}, "--mtp_init checkpoint eagle3", "--mtp_init random"),
+        ({"mtp_init": "checkpoint", "model": "mtp2"}, "--mtp_init checkpoint eagle3", "--mtp_init random"),
+        (
+            {"mtp_init": "checkpoint", "model": "drafted", "drafter": "eagle3"},
+            "--mtp_init checkpoint eagle3",
+            "--mtp_init random",
+        ),
+        ({"tuner_type": "lora", "mtp_tuner": "lora"}, "--drafter eagle3.1 --tuner_type lora", "--tuner_type"),
         ({"mtp_init": "fit_last_layer"}, "--mtp_init fit_last_layer --drafter eagle3.1", "--mtp_init random"),
         ({"draft_for": "vllm"}, "--draft_for vllm --drafter eagle3.1", ""),
         (
@@ -169,18 +179,51 @@ def test_a_drafter_of_a_frozen_trunk(here, change, problem, hint):
     found = [each for each in problems if mentions(each[0], problem)]
     assert len(found) == 1
     assert mentions(found[0][1], hint)
+    assert "fit_last_layer" not in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({}, "eagle3", "--mtp_mode heads_only --mtp_num_layers 0"),
+        ({"tuner_type": "lora"}, "eagle3 --tuner_type lora", "--tuner_type --mtp_num_layers 0"),
+        ({"mtp_mode": "heads_only", "mtp_num_layers": 0}, "--mtp_num_layers 0", "--mtp_num_layers"),
+        ({"mtp_mode": "heads_only", "mtp_init": "copy_last_layer"}, "--mtp_init copy_last_layer eagle3", "random"),
+    ],
+)
+def test_a_drafter_of_the_checkpoint(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(SFT, model="drafted", **change))
+    found = [each for each in problems if mentions(each[0], problem)]
+    assert len(found) == 1
+    assert mentions(found[0][1], hint)
+    assert "fit_last_layer" not in found[0][1]
+    assert not any("--drafter" in problem for problem, _ in problems)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"partial_rotary_factor": 0.5},
-        *(CONFIGS[family] for family in ("deepseek_v3", "glm4_moe", "minimax_m2", "gemma3_text", "gpt_oss", "olmo3")),
-        *map(published, ("ERNIE-4.5-21B-A3B-PT", "Qwen2.5-VL-3B-Instruct", "DeepSeek-V3")),
+        {"mtp_mode": "heads_only"},
+        {"mtp_mode": "heads_only", "mtp_init": "random"},
+        {"mtp_mode": "heads_only", "mtp_init": "checkpoint", "drafter": "eagle3.1"},
+        {"mtp_mode": "heads_only", "mtp_num_layers": 1, "drafter": "eagle3"},
+        {"mtp_num_layers": 0},
+        {"mtp_num_layers": 0, "tuner_type": "lora"},
     ],
 )
-def test_a_drafter_needs_a_trunk_like_llama(here, change):
-    change_config(**change)
+def test_what_the_hints_about_a_drafter_advise_is_accepted(here, change):
+    rules.check(dataclasses.replace(SFT, model="drafted", mtp_unroll=3, **change))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("DeepSeek-V3", "ERNIE-4.5-21B-A3B-PT", "GLM-4.5-Air", "MiniMax-M2", "Olmo-3-1025-7B", "Phi-4-mini-instruct"),
+        *("Qwen2.5-VL-3B-Instruct", "gemma-3-1b-it", "gpt-oss-20b"),
+    ],
+)
+def test_a_drafter_needs_a_trunk_like_llama(here, model):
+    Path("plain/config.json").write_text(json.dumps(published(model)))
     assert mention_each(problems_of(dataclasses.replace(SFT, **DRAFTER)), ["--drafter eagle3.1 --model plain"])
 
 

@@ -29,19 +29,20 @@ from swiftlite.rules import common
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or mtp_init_of(args, facts.heads) != "checkpoint":
         return
-    wanted = args.mtp_num_layers
-    present = facts.heads.layers
+    wanted, present, given = args.mtp_num_layers, facts.heads.layers, f"--mtp_num_layers {args.mtp_num_layers}"
+    named, new = "MTP weights", "--mtp_init fit_last_layer or random"
+    if facts.heads.kind != MTP:
+        named, new = f"weights of the drafter {facts.heads.kind!r}", "--mtp_init random"
+        if wanted is None:  # files can have MTP heads that config.json does not declare, but no other drafter
+            wanted, given = heads_of(args, facts.heads).layers, "--mtp_init checkpoint"
     if not wanted or wanted < 0 or wanted == present:
         return
     if not present:
-        yield (
-            f"--mtp_num_layers {wanted}, but the checkpoint has no MTP weights",
-            "add --mtp_init fit_last_layer to initialize from its last layer, or --mtp_init random",
-        )
+        yield f"{given}, but the checkpoint has no {named}", f"use {new} for new ones"
     else:
         yield (
-            f"--mtp_num_layers {wanted}, but the checkpoint has MTP depth {present}",
-            f"remove --mtp_num_layers to train its {present}, or use --mtp_init fit_last_layer or random for {wanted}",
+            f"{given}, but the checkpoint has MTP depth {present}",
+            f"remove --mtp_num_layers to train its {present}, or use {new} for {wanted}",
         )
 
 
@@ -52,8 +53,11 @@ def mtp_options_have_heads(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_num_layers == 0:
         why = "--mtp_num_layers is 0"
     if args.mtp_mode == "heads_only":
-        yield f"--mtp_mode heads_only requires MTP heads, but {why}", _add_heads(args)
-    elif args.mtp_init not in (None, "checkpoint") and args.mtp_num_layers is None:
+        hint = _add_heads(args)
+        if facts.heads.kind != MTP:
+            hint = "remove --mtp_num_layers to train the drafter"
+        yield f"--mtp_mode heads_only requires MTP heads or a drafter, but {why}", hint
+    elif args.mtp_init not in (None, "checkpoint") and args.mtp_num_layers is None and facts.heads.kind == MTP:
         yield f"--mtp_init {args.mtp_init} requires --mtp_num_layers: {why}", _add_heads(args)
 
 
@@ -66,7 +70,7 @@ def _add_heads(args: SftArgs) -> str:
 
 def one_layer_is_unrolled(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     layers = heads_of(args, facts.heads).layers
-    if facts.hf_config and args.mtp_unroll > 1 and layers > 1:
+    if facts.hf_config and args.mtp_unroll > 1 and layers > 1 and not facts.heads.features:
         yield (
             f"--mtp_unroll {args.mtp_unroll} requires exactly one MTP layer, but there are {layers}",
             "remove --mtp_unroll, or train one new layer: --mtp_num_layers 1 --mtp_init fit_last_layer",
