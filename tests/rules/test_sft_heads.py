@@ -227,6 +227,13 @@ def test_a_drafter_needs_a_trunk_like_llama(here, model):
     assert mention_each(problems_of(dataclasses.replace(SFT, **DRAFTER)), ["--drafter eagle3.1 --model plain"])
 
 
+def test_a_drafter_that_continues_with_fewer_tokens(here):
+    args = dataclasses.replace(SFT, model="drafted", mtp_mode="heads_only")
+    assert mention_each(rules.check(args), ["--mtp_unroll 1 3"])
+    assert rules.check(dataclasses.replace(args, mtp_unroll=3)) == []
+    assert rules.check(dataclasses.replace(args, mtp_init="random")) == []
+
+
 CACHED = {"model": "mtp2", "mtp_mode": "heads_only", "cache_trunk_states": "cache"}
 
 

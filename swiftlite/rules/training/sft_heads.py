@@ -260,6 +260,16 @@ def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
         yield f"--lr {args.lr:g} is small for new heads; without --lr it is {LR_OF_NEW_HEADS:g}"
 
 
+def heads_draft_fewer_tokens(args: SftArgs, facts: Facts) -> Iterator[str]:
+    trained = facts.heads.unroll
+    is_continued = heads_of(args, facts.heads).layers and mtp_init_of(args, facts.heads) == "checkpoint"
+    if facts.heads.layers and is_continued and args.mtp_unroll < trained:
+        yield (
+            f"--mtp_unroll {args.mtp_unroll}: the export will draft {args.mtp_unroll} tokens, but the heads of the "
+            f"checkpoint were trained for {trained}; --mtp_unroll {trained} keeps them"
+        )
+
+
 def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
     stored = facts.hf_config.get("dtype") or facts.hf_config.get("torch_dtype")
     if args.mtp_mode == "heads_only" and args.torch_dtype == "bfloat16" and stored == "float32":
