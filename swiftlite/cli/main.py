@@ -21,6 +21,7 @@ from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.data_file import split_sample
 from swiftlite.base import log
 from swiftlite.base.errors import OptionError, UserError, is_of_memory, is_of_storage, reason_of
+from swiftlite.base.heads import Heads
 from swiftlite.base.redact import redact_text, remember
 from swiftlite.bridge.encoding.quantization import describe_quantization
 from swiftlite.cli.fetch import claim_checkpoint_store, fetch, fetch_checkpoint, hold_commits
@@ -30,7 +31,7 @@ from swiftlite.cli.parse import parse
 from swiftlite.cli.planned import planned_command, separate
 from swiftlite.cli.table import Command, commands, find
 from swiftlite.launch import failure, start
-from swiftlite.plan.facts import read_facts
+from swiftlite.plan.facts import read_facts, read_hf_config
 from swiftlite.plan.kernels import this_machine
 from swiftlite.plan.run import make_schedule, plan_of, render
 from swiftlite.runtime.environment import SAFE_PATH, gpu_models, sees_gpu
@@ -275,7 +276,8 @@ def _dry_run(args: SftArgs, world_size: int, processes: start.Processes) -> str:
         restarts = f"at most {args.max_restarts}, each after a failure"
         if processes.min_nodes < processes.nnodes:
             restarts += f"; on {', '.join(map(str, _node_counts(args, processes)))} nodes"
-    text = render(args, plan, facts.heads, schedule, describe_quantization(facts.hf_config), restarts)
+    stored = Heads.from_config(read_hf_config(facts.directory))  # `facts` has the drafter of --drafter instead
+    text = render(args, plan, stored, schedule, describe_quantization(facts.hf_config), restarts)
     return text + memory_section(args, plan, facts)
 
 

@@ -88,8 +88,13 @@ def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
 
     The numbers of layers have the same meaning as `Heads.features`: u[n] is the input of layer n.
     """
-    heads, layer = Heads.from_config(hf_config), layer_of(family.architecture(hf_config), hf_config)
-    attention: Any = layer.attention
+    heads, architecture = Heads.from_config(hf_config), family.architecture(hf_config)
+    attention: Any = layer_of(architecture, hf_config).attention
+    scale: dict[str, float] = {}
+    if architecture.outside.logits_divisor != 1:  # vLLM's class does not read the trunk's key for it
+        scale["logit_scale"] = 1 / architecture.outside.logits_divisor
+    # Drafters are trained with the trunk's factor of embeddings, but vLLM shares the embedding without it. After
+    # `input_layernorm`, the factor has no effect, except for rms_norm_eps in this norm.
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -106,6 +111,7 @@ def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": [*heads.features],
         "num_aux_hidden_states": len(heads.features),
         **{flag: is_set(hf_config, flag) for flag in FLAGS},
+        **scale,
     }
 
 

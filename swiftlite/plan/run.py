@@ -253,6 +253,7 @@ def render(
     """Return the text that --dry_run prints.
 
     Args:
+        checkpoint: heads in the files of the model, which --drafter or --mtp_init can replace.
         schedule: None if the number of rows is not known yet.
         quantization: format of a quantized --model.
         restarts: description of the restarts after failures.
@@ -292,6 +293,8 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     }
     if heads.layers:
         mtp = f"{heads.layers}, weights from {sources[plan.mtp_init]}"
+        if checkpoint.layers and plan.mtp_init != "checkpoint":
+            mtp += f"; the {checkpoint.layers} of the checkpoint ({checkpoint.kind}) are not kept"
     elif checkpoint.layers:
         mtp = f"0, the {checkpoint.layers} of the checkpoint are removed"
     else:

@@ -15,7 +15,7 @@ from swiftlite.args.config import Problem, not_supported
 from swiftlite.args.data_file import DATA_SUFFIXES, data_suffix, is_number_of_rows, split_sample
 from swiftlite.args.docs import options, unsupported
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads, depth_key
+from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads, depth_key, kind_of
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
@@ -130,8 +130,11 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
     """Reject a model that `get_family` rejects, so that a dry run rejects it as well."""
     if not facts.hf_config:
         return  # another rule reports it
+    hf_config = dict(facts.hf_config)
+    if getattr(args, "drafter", None):  # `drafter_fits_the_model` reports it, and config.json does not declare it
+        hf_config.pop(DRAFTER_KEY, None)
     try:
-        get_family(facts.hf_config, facts.directory)
+        get_family(hf_config, facts.directory)
     except UserError as error:
         yield f"--model {args.model}: {error.problem}", error.hint
 
@@ -214,7 +217,7 @@ def acceptance_json_exists(args: EvaluateArgs | InferArgs, facts: Facts) -> Iter
 
 
 def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
-    """Require that --mtp_graft_from names a model of the same type whose config.json declares heads."""
+    """Require that --mtp_graft_from names a model of the same type whose config.json declares MTP heads."""
     if args.mtp_graft_from is None:
         return
     base, config = facts.described("mtp_graft_from")
@@ -222,6 +225,8 @@ def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Proble
         yield f"--mtp_graft_from {base} is not a directory", near_path(base) or _GIVE_A_MODEL
     elif not config:
         yield f"--mtp_graft_from {base} has no config.json", _GIVE_A_MODEL
+    elif (kind := kind_of(config)) != MTP:
+        yield f"--mtp_graft_from {base} has the drafter {kind!r} instead of MTP heads", "give a model with MTP heads"
     elif not Heads.from_config(config).layers:
         yield f"--mtp_graft_from {base}: its config.json declares no MTP layer", "give a model with MTP heads"
     elif facts.hf_config and config.get("model_type") != facts.hf_config.get("model_type"):

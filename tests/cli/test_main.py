@@ -224,6 +224,15 @@ def test_dry_run_says_what_has_no_effect(swiftlite, model):
     assert "packing" not in result.stdout
 
 
+def test_dry_run_names_heads_that_a_drafter_replaces(swiftlite, model):
+    argv = "megatron sft --model model --dataset train.jsonl --output_dir out --dry_run --mtp_mode heads_only".split()
+    result = swiftlite(*argv, "--drafter", "eagle3.1")
+    assert result.returncode == 0
+    assert has_line(result.stdout, "MTP 1 random 1 mtp")
+    assert has_line(result.stdout, "drafter eagle3 1, 2, 3")
+    assert not has_line(swiftlite(*argv).stdout, "MTP mtp")
+
+
 def test_dry_run_says_on_how_many_nodes_the_run_can_continue(swiftlite, model):
     """Three nodes of two ranks do not divide the global batch size."""
     argv = "megatron sft --model model --dataset train.jsonl --output_dir out --dry_run --global_batch_size 8".split()

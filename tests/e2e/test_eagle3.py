@@ -23,10 +23,10 @@ from tests.e2e.test_stock_drafts import (
     report_of,
     served_without_plugins,
 )
-from tests.engines.eagle3_reference import VERSIONS, Eagle3Reference, declare
+from tests.engines.eagle3_reference import VERSIONS, Eagle3Reference, add_drafter, declare
 from tests.engines.reference import Counts, Reference, write_trained
 from tests.growth.test_drafter import learn, load_trunk, tokens_of
-from tests.messages import answers_equal, mention_each, naming
+from tests.messages import answers_equal, mention_each, mentions, naming
 from tests.stock_exports import SIZES
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
@@ -134,6 +134,16 @@ def test_vllm_is_refused_for_a_trunk_without_inner_states(tmp_path):
     declare(make_tiny_hf(tmp_path / "windows", "mistral", sliding_window=6), "3.1", [0, 1])
     with pytest.raises(UserError, match=naming("vLLM EAGLE-3 window")):
         check_trunk_of_drafter(resolve_served(tmp_path / "windows"))
+
+
+def test_live_weights_are_refused_without_advice_for_mtp_heads(tmp_path, mesh):
+    from swiftlite.engines.vllm.options import check_heads_can_be_updated
+
+    model = add_drafter(make_tiny_hf(tmp_path / "model", "llama", num_hidden_layers=LAYERS), "3.1", FEATURES)
+    with pytest.raises(UserError, match=naming("draft/")) as error:
+        check_heads_can_be_updated(resolve_served(exported(model, tmp_path, mesh)))
+    assert mentions(error.value.hint, "--speculative none")
+    assert "--draft_for" not in error.value.hint
 
 
 OPTIONS = (

@@ -11,6 +11,7 @@ from swiftlite.args.fields import RecomputeArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.data.batch import collate_packed
+from swiftlite.families.eagle3 import own_config
 from swiftlite.families.resolved import resolve
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
@@ -141,3 +142,10 @@ def test_names_are_those_of_published_files(tmp_path, mesh):
     layer += [f"mlp.{name}_proj" for name in ("down", "gate", "up")] + [f"self_attn.{name}_proj" for name in "kqvo"]
     names = {f"{name}.weight" for name in ("fc", "norm", *(f"midlayer.{part}" for part in layer))}
     assert shapes_of(model.family.head_rows(model.config, 0)).keys() == names
+
+
+@pytest.mark.parametrize(("family", "scale"), [("llama", None), ("granite", 0.5)])
+def test_logits_of_the_drafter_are_divided_as_those_of_the_trunk(family, scale, tmp_path):
+    """vLLM's class multiplies them by `logit_scale`; without the key, by 1."""
+    model = resolve(make(tmp_path, family))
+    assert own_config(model.family, model.config).get("logit_scale") == scale

@@ -119,6 +119,14 @@ def test_render_without_heads_has_no_acceptance_file():
     assert "acceptance.json" not in text
 
 
+def test_render_names_heads_that_are_not_kept():
+    args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_mode="heads_only", drafter="eagle3.1")
+    plan = make_plan(args, 1, Heads(kind="eagle3", features=(1, 2, 3)))
+    assert has_line(render(args, plan, Heads(2), None), "MTP 1 2 mtp")
+    assert has_line(render(args, plan, Heads(1, kind="eagle3"), None), "MTP 1 1 eagle3")
+    assert not has_line(render(args, plan, Heads(), None), "MTP mtp")
+
+
 def test_render_without_held_out_rows_has_no_acceptance_file():
     args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_num_layers=1, split_dataset_ratio=0)
     assert "acceptance.json" not in render(args, make_plan(args, 1, Heads(1)), Heads(1), None)

@@ -11,15 +11,17 @@ from tests.rules.good import SIZES
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Change to a working directory with a model without heads, a model with MTP depth 2, rows, and a run."""
+    """Change to a working directory with a model without heads, models with heads or a drafter, rows, and a run."""
     monkeypatch.chdir(tmp_path)
     config = {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, **SIZES}
     vocab = {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-40 50"}
     fed = {"num_nextn_predict_layers": 1, "mtp_drafting": Drafting(zeroes_first_embedding=True).to_json()}
-    depths = {"plain": {}, "mtp2": {"num_nextn_predict_layers": 2}, "vocab": vocab, "fed": fed}
-    for name, depth in depths.items():
+    drafter = {"kind": "eagle3", "layers": 1, "feature_layers": [1, 2, 3], "fc_norm": True, "norm_output": True}
+    drafted = {"drafter": drafter, "mtp_unroll": 3}
+    models = {"plain": {}, "mtp2": {"num_nextn_predict_layers": 2}, "vocab": vocab, "fed": fed, "drafted": drafted}
+    for name, heads in models.items():
         Path(name).mkdir()
-        Path(name, "config.json").write_text(json.dumps(config | depth))
+        Path(name, "config.json").write_text(json.dumps(config | heads))
         Path(name, "model.safetensors").write_bytes(b"weights")
     Path("train.jsonl").write_text('{"query": "q", "response": "r"}\n' * 3)
     Path("val.jsonl").write_text('{"query": "q", "response": "r"}\n')

@@ -98,6 +98,12 @@ def test_export_of_a_run_without_checkpoint(here):
     assert "--save_steps" in hint
 
 
+@pytest.mark.parametrize("args", [EXPORT, ExportArgs(model="plain", output_dir="new", to_mcore=True)])
+def test_a_drafter_is_not_grafted(here, args):
+    ((problem, _),) = problems_of(dataclasses.replace(args, mtp_graft_from="drafted"))
+    assert mentions(problem, "--mtp_graft_from drafted eagle3")
+
+
 def test_export_reads_what_to_mcore_wrote(here):
     Path("run/args.json").unlink()  # --to_mcore writes source/ and checkpoint-0, and has no options of a run
     assert rules.check(EXPORT) == []

@@ -11,7 +11,8 @@ from swiftlite.args.commands import GkdArgs
 from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
-from tests.rules.good import SFT, change_config, problems_of
+from tests.published.library import content as published
+from tests.rules.good import SFT, problems_of
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,8 @@ def test_good_options_pass_without_a_note(here, args):
             "--mtp_graft_from fed",
             "--draft_for vllm sglang transformers",
         ),
+        ({"mtp_mode": "heads_only", "mtp_init": "graft", "mtp_graft_from": "drafted"}, "drafted eagle3", ""),
+        ({"mtp_num_layers": 2, "mtp_init": "graft", "mtp_graft_from": "drafted"}, "drafted eagle3", ""),
         (
             {"mtp_init": "random"},
             "--mtp_init random",
@@ -149,11 +152,26 @@ DRAFTER = {"drafter": "eagle3.1", "mtp_mode": "heads_only"}
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),
     [
-        ({"mtp_mode": "joint", "mtp_num_layers": 1, "mtp_init": "random"}, "eagle3", "--mtp_mode heads_only"),
-        ({"mtp_num_layers": 2}, "eagle3 2", "--mtp_num_layers 1 --mtp_unroll"),
-        ({"mtp_init": "fit_last_layer"}, "--mtp_init fit_last_layer eagle3", "--mtp_init random"),
-        ({"draft_for": "vllm"}, "--draft_for vllm eagle3", ""),
-        ({"mtp_init": "graft", "mtp_graft_from": "mtp2", "mtp_num_layers": 2}, "--mtp_init graft eagle3", "random"),
+        ({"mtp_mode": "joint"}, "--drafter eagle3.1 --mtp_mode heads_only", "--mtp_mode heads_only"),
+        ({"mtp_mode": "joint", "mtp_num_layers": 0}, "--drafter eagle3.1 --mtp_mode heads_only", "heads_only"),
+        ({"mtp_num_layers": 2}, "--drafter eagle3.1 2", "--mtp_num_layers 1 --mtp_unroll"),
+        ({"mtp_num_layers": 2, "mtp_unroll": 3}, "--drafter eagle3.1 2", "--mtp_num_layers 1 --mtp_unroll"),
+        ({"mtp_num_layers": 0}, "--mtp_mode heads_only --mtp_num_layers 0", "--mtp_num_layers"),
+        ({"mtp_init": "checkpoint"}, "--mtp_init checkpoint eagle3", "--mtp_init random"),
+        ({"mtp_init": "checkpoint", "model": "mtp2"}, "--mtp_init checkpoint eagle3", "--mtp_init random"),
+        (
+            {"mtp_init": "checkpoint", "model": "drafted", "drafter": "eagle3"},
+            "--mtp_init checkpoint eagle3",
+            "--mtp_init random",
+        ),
+        ({"tuner_type": "lora", "mtp_tuner": "lora"}, "--drafter eagle3.1 --tuner_type lora", "--tuner_type"),
+        ({"mtp_init": "fit_last_layer"}, "--mtp_init fit_last_layer --drafter eagle3.1", "--mtp_init random"),
+        ({"draft_for": "vllm"}, "--draft_for vllm --drafter eagle3.1", ""),
+        (
+            {"mtp_init": "graft", "mtp_graft_from": "mtp2", "mtp_num_layers": 2},
+            "--mtp_init graft --drafter eagle3.1",
+            "--mtp_init --mtp_graft_from",
+        ),
     ],
 )
 def test_a_drafter_of_a_frozen_trunk(here, change, problem, hint):
@@ -161,12 +179,59 @@ def test_a_drafter_of_a_frozen_trunk(here, change, problem, hint):
     found = [each for each in problems if mentions(each[0], problem)]
     assert len(found) == 1
     assert mentions(found[0][1], hint)
+    assert "fit_last_layer" not in found[0][1]
 
 
-def test_a_drafter_needs_a_trunk_like_llama(here):
-    change_config(partial_rotary_factor=0.5)
-    problems = problems_of(dataclasses.replace(SFT, **DRAFTER))
-    assert [each for each in problems if mentions(each[0], "--drafter eagle3.1 --model plain")]
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({}, "eagle3", "--mtp_mode heads_only --mtp_num_layers 0"),
+        ({"tuner_type": "lora"}, "eagle3 --tuner_type lora", "--tuner_type --mtp_num_layers 0"),
+        ({"mtp_mode": "heads_only", "mtp_num_layers": 0}, "--mtp_num_layers 0", "--mtp_num_layers"),
+        ({"mtp_mode": "heads_only", "mtp_init": "copy_last_layer"}, "--mtp_init copy_last_layer eagle3", "random"),
+    ],
+)
+def test_a_drafter_of_the_checkpoint(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(SFT, model="drafted", **change))
+    found = [each for each in problems if mentions(each[0], problem)]
+    assert len(found) == 1
+    assert mentions(found[0][1], hint)
+    assert "fit_last_layer" not in found[0][1]
+    assert not any("--drafter" in problem for problem, _ in problems)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mtp_mode": "heads_only"},
+        {"mtp_mode": "heads_only", "mtp_init": "random"},
+        {"mtp_mode": "heads_only", "mtp_init": "checkpoint", "drafter": "eagle3.1"},
+        {"mtp_mode": "heads_only", "mtp_num_layers": 1, "drafter": "eagle3"},
+        {"mtp_num_layers": 0},
+        {"mtp_num_layers": 0, "tuner_type": "lora"},
+    ],
+)
+def test_what_the_hints_about_a_drafter_advise_is_accepted(here, change):
+    rules.check(dataclasses.replace(SFT, model="drafted", mtp_unroll=3, **change))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("DeepSeek-V3", "ERNIE-4.5-21B-A3B-PT", "GLM-4.5-Air", "MiniMax-M2", "Olmo-3-1025-7B", "Phi-4-mini-instruct"),
+        *("Qwen2.5-VL-3B-Instruct", "gemma-3-1b-it", "gpt-oss-20b"),
+    ],
+)
+def test_a_drafter_needs_a_trunk_like_llama(here, model):
+    Path("plain/config.json").write_text(json.dumps(published(model)))
+    assert mention_each(problems_of(dataclasses.replace(SFT, **DRAFTER)), ["--drafter eagle3.1 --model plain"])
+
+
+def test_a_drafter_that_continues_with_fewer_tokens(here):
+    args = dataclasses.replace(SFT, model="drafted", mtp_mode="heads_only")
+    assert mention_each(rules.check(args), ["--mtp_unroll 1 3"])
+    assert rules.check(dataclasses.replace(args, mtp_unroll=3)) == []
+    assert rules.check(dataclasses.replace(args, mtp_init="random")) == []
 
 
 CACHED = {"model": "mtp2", "mtp_mode": "heads_only", "cache_trunk_states": "cache"}

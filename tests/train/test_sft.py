@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from swiftlite.args.commands import ExportArgs
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
 from swiftlite.base.log import logger
 from swiftlite.data.dataset import Data, DataReport
 from swiftlite.data.sample import Sample
+from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
 from swiftlite.runtime.agreement import digest
 from swiftlite.store.manifest import MANIFEST_FILE, write_manifest
 from swiftlite.train import phases
 from swiftlite.train import run as training
+from tests.engines.eagle3_reference import add_drafter
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 from tests.train.prepared import prepare
@@ -258,3 +262,19 @@ def test_mock_samples_that_are_too_long_are_named(options, mesh, tmp_path):
     (tmp_path / "lengths.csv").write_text("16\n40\n")
     with pytest.raises(UserError, match=naming("40 --max_length 32")):
         prepare(options(sft_mock_dataset_config_json=mock, max_length=32, dataset=[]), mesh)
+
+
+def test_a_run_that_removes_a_drafter_is_exported_without_it(options, mesh, tmp_path):
+    model = make_tiny_hf(tmp_path / "model", "llama", with_tokenizer=True, num_hidden_layers=4)
+    trunk = load_file(model / "model.safetensors").keys()
+    mcore, drafted = tmp_path / "mcore", tmp_path / "drafted"
+    convert(ExportArgs(model=str(add_drafter(model, "3.1", [0, 2, 3])), output_dir=str(mcore), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(mcore), output_dir=str(drafted), to_hf=True), mesh)
+    assert (drafted / "draft" / "model.safetensors").is_file()
+    run = train(options(model=str(drafted), mtp_num_layers=0, train_iters=1), mesh)
+    for mtp in ("keep", "strip"):
+        out = tmp_path / mtp
+        convert(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, mtp=mtp), mesh)
+        assert load_file(out / "model.safetensors").keys() == trunk
+        assert resolve(out).heads == Heads()
+        assert not (out / "draft").exists()

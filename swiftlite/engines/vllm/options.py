@@ -126,10 +126,10 @@ def check_heads_can_be_updated(model: HfModel) -> None:
         UserError: vLLM drafts from a folder with a class that ignores tensors with the names of the family.
     """
     if draft_folder(model) is not None:
-        raise UserError(
-            f"vLLM cannot receive new weights of the heads in {DRAFT_FOLDER}/",
-            "use --speculative none, or train the heads with --draft_for vllm",
-        )
+        hint = "use --speculative none"
+        if model.heads.kind == MTP:
+            hint += ", or train the heads with --draft_for vllm"
+        raise UserError(f"vLLM cannot receive new weights of the heads in {DRAFT_FOLDER}/", hint)
 
 
 def with_ngrams(config: EngineConfig, speculative: dict[str, Any] | None) -> dict[str, Any]:

@@ -156,7 +156,6 @@ def _idle_of_heads(args: SftArgs, facts: Facts) -> Idle:
         "mtp_loss",
         "mtp_clip_grad",
         "mtp_unroll",
-        "drafter",
         "draft_for",
         "mtp_tuner",
         "draft_vocab",
@@ -303,6 +302,7 @@ NOTES = (
     sft_resume.changes_apply_to_further_steps,
     sft_data.held_out_rows_are_trained_on,
     sft_data.streams_hold_nothing_out,
+    sft_heads.heads_draft_fewer_tokens,
     sft_heads.heads_learn_slowly,
     sft_heads.a_frozen_trunk_is_rounded,
 )

@@ -29,19 +29,20 @@ from swiftlite.rules import common
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or mtp_init_of(args, facts.heads) != "checkpoint":
         return
-    wanted = args.mtp_num_layers
-    present = facts.heads.layers
+    wanted, present, given = args.mtp_num_layers, facts.heads.layers, f"--mtp_num_layers {args.mtp_num_layers}"
+    named, new = "MTP weights", "--mtp_init fit_last_layer or random"
+    if facts.heads.kind != MTP:
+        named, new = f"weights of the drafter {facts.heads.kind!r}", "--mtp_init random"
+        if wanted is None:  # files can have MTP heads that config.json does not declare, but no other drafter
+            wanted, given = heads_of(args, facts.heads).layers, "--mtp_init checkpoint"
     if not wanted or wanted < 0 or wanted == present:
         return
     if not present:
-        yield (
-            f"--mtp_num_layers {wanted}, but the checkpoint has no MTP weights",
-            "add --mtp_init fit_last_layer to initialize from its last layer, or --mtp_init random",
-        )
+        yield f"{given}, but the checkpoint has no {named}", f"use {new} for new ones"
     else:
         yield (
-            f"--mtp_num_layers {wanted}, but the checkpoint has MTP depth {present}",
-            f"remove --mtp_num_layers to train its {present}, or use --mtp_init fit_last_layer or random for {wanted}",
+            f"{given}, but the checkpoint has MTP depth {present}",
+            f"remove --mtp_num_layers to train its {present}, or use {new} for {wanted}",
         )
 
 
@@ -52,8 +53,11 @@ def mtp_options_have_heads(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_num_layers == 0:
         why = "--mtp_num_layers is 0"
     if args.mtp_mode == "heads_only":
-        yield f"--mtp_mode heads_only requires MTP heads, but {why}", _add_heads(args)
-    elif args.mtp_init not in (None, "checkpoint") and args.mtp_num_layers is None:
+        hint = _add_heads(args)
+        if facts.heads.kind != MTP:
+            hint = "remove --mtp_num_layers to train the drafter"
+        yield f"--mtp_mode heads_only requires MTP heads or a drafter, but {why}", hint
+    elif args.mtp_init not in (None, "checkpoint") and args.mtp_num_layers is None and facts.heads.kind == MTP:
         yield f"--mtp_init {args.mtp_init} requires --mtp_num_layers: {why}", _add_heads(args)
 
 
@@ -66,7 +70,7 @@ def _add_heads(args: SftArgs) -> str:
 
 def one_layer_is_unrolled(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     layers = heads_of(args, facts.heads).layers
-    if facts.hf_config and args.mtp_unroll > 1 and layers > 1:
+    if facts.hf_config and args.mtp_unroll > 1 and layers > 1 and not facts.heads.features:
         yield (
             f"--mtp_unroll {args.mtp_unroll} requires exactly one MTP layer, but there are {layers}",
             "remove --mtp_unroll, or train one new layer: --mtp_num_layers 1 --mtp_init fit_last_layer",
@@ -92,14 +96,22 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    kind = facts.heads.kind
-    if kind == MTP:
+    if facts.heads.kind == MTP:
         return
-    declared = f"config.json declares the drafter {kind!r}"
+    name = _drafter(args, facts)
+    if args.drafter and args.mtp_mode != "heads_only":
+        yield f"{name} requires --mtp_mode heads_only", "add --mtp_mode heads_only"
     if args.mtp_init in ("copy_last_layer", "fit_last_layer"):
-        yield f"--mtp_init {args.mtp_init} initializes MTP heads, but {declared}", "use --mtp_init random"
+        yield f"--mtp_init {args.mtp_init} initializes MTP heads, not {name}", "use --mtp_init random"
     if args.draft_for:
-        yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, but {declared}", "remove it"
+        yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, not of {name}", "remove it"
+
+
+def _drafter(args: SftArgs, facts: Facts) -> str:
+    """Return the name, in messages, of a drafter other than MTP heads."""
+    if args.drafter:
+        return f"--drafter {args.drafter}"
+    return f"the drafter {facts.heads.kind!r} that config.json declares"
 
 
 def drafter_fits_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -116,8 +128,10 @@ def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Proble
     heads = heads_of(args, facts.heads)
     if not heads.layers or not heads.features or facts.architecture is None:
         return
-    name, without = f"the drafter {heads.kind!r}", "use --mtp_num_layers 0 to train without it"
-    if args.mtp_mode != "heads_only":
+    name, without = _drafter(args, facts), "use --mtp_num_layers 0 to train without it"
+    of_lora = "remove --tuner_type"
+    if args.mtp_mode != "heads_only" and not args.drafter:
+        of_lora += f", or {without}"
         hint = f"add --mtp_mode heads_only, or {without}"
         if "mtp_mode" in unsupported(type(args)):
             hint = without
@@ -125,9 +139,9 @@ def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Proble
     if heads.layers > 1:
         yield f"{name} has one layer, not {heads.layers}", "add --mtp_num_layers 1, and --mtp_unroll N"
     if args.tuner_type == "lora":
-        yield f"{name} does not support --tuner_type lora", f"omit it, or {without}"
+        yield f"{name} does not support --tuner_type lora", of_lora
     if args.mtp_init == "graft":
-        yield f"{name} does not support --mtp_init graft", "use --mtp_init random"
+        yield f"{name} does not support --mtp_init graft", "remove --mtp_init and --mtp_graft_from"
     if facts.is_quantized:
         yield f"{name} does not support quantized models", "use the model before its quantization"
 
@@ -246,6 +260,16 @@ def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
         yield f"--lr {args.lr:g} is small for new heads; without --lr it is {LR_OF_NEW_HEADS:g}"
 
 
+def heads_draft_fewer_tokens(args: SftArgs, facts: Facts) -> Iterator[str]:
+    trained = facts.heads.unroll
+    is_continued = heads_of(args, facts.heads).layers and mtp_init_of(args, facts.heads) == "checkpoint"
+    if facts.heads.layers and is_continued and args.mtp_unroll < trained:
+        yield (
+            f"--mtp_unroll {args.mtp_unroll}: the export will draft {args.mtp_unroll} tokens, but the heads of the "
+            f"checkpoint were trained for {trained}; --mtp_unroll {trained} keeps them"
+        )
+
+
 def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
     stored = facts.hf_config.get("dtype") or facts.hf_config.get("torch_dtype")
     if args.mtp_mode == "heads_only" and args.torch_dtype == "bfloat16" and stored == "float32":
@@ -273,6 +297,8 @@ def graft_is_given_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         wanted = heads_of(args, facts.heads).layers
         grafted = Heads.from_config(facts.described("mtp_graft_from")[1])
         present = grafted.layers
+        if grafted.kind != MTP:
+            return  # `graft_has_heads` reports it
         if grafted.draft_vocab and args.draft_vocab is None:
             yield (
                 f"--mtp_graft_from {args.mtp_graft_from} has heads with a draft vocabulary",

@@ -31,6 +31,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
     """Copy every small file of the model directory, and record the dtype and shape of every tensor.
 
     The copy of config.json declares the heads of the run, and has no quantization, because exports are not quantized.
+    Tensors of a drafter that the run removes are not recorded: without its declaration, they would be the trunk's.
 
     Args:
         graft_from: the model that the heads were copied from, whose head tensors are recorded too; None without such a
@@ -53,6 +54,8 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
     changes = hf_model.family.config_with(hf_model.config, heads) | quantization_change(hf_model.config)
     write_patched(hf_model.directory, source, changes)
     tensors = describe_tensors(hf_model, graft_from)
+    if heads.kind != hf_model.heads.kind:
+        tensors = {key: each for key, each in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
     atomic_write(source / TENSORS_FILE, json.dumps(tensors).encode())
     _write_carried(hf_model, source)
     return source
