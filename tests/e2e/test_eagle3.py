@@ -18,7 +18,9 @@ from swiftlite.families.eagle3 import VLLM_TRUNKS
 from swiftlite.runtime.mesh import Mesh
 from tests.e2e.conftest import Commands
 from tests.e2e.test_stock_drafts import (
+    NEW_TOKENS,
     HostWithoutPlugins,
+    check_counts,
     counts_of_transformers,
     report_of,
     served_without_plugins,
@@ -32,7 +34,7 @@ from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-NEW_TOKENS, LAYERS = 16, 4
+LAYERS = 4
 FEATURES = [1, 2, 3]
 DRAFT_CLASS = "Eagle3LlamaForCausalLM"
 
@@ -78,15 +80,7 @@ def test_counts_of_vllm_without_plugins(family, version, num_tokens, vllm_host, 
     prompts = write_drafted(tmp_path / "model", family, version)
     reference = Eagle3Reference.load(tmp_path / "model", family)
     directory = exported(tmp_path / "model", tmp_path, mesh)
-    served, module = vllm_host.call(partial(served_without_plugins, directory, prompts, num_tokens))
-    expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
-    assert (module, served.draft) == ("vllm.config.speculative", DRAFT_CLASS)
-    assert served.token_ids == expected
-    found = Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position)
-    assert found == counts
-    assert found == counts_of_transformers(directory, prompts, num_tokens)
-    assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
-    assert counts.accepted_per_position[-1] > 0
+    counts = check_counts(vllm_host, reference, directory, prompts, num_tokens, DRAFT_CLASS)
     reference.features = [0, 1, 2]  # off by one
     assert reference.simulate(prompts, NEW_TOKENS, num_tokens)[1] != counts
 

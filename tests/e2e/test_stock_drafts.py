@@ -53,6 +53,27 @@ def counts_of_transformers(directory: Path, prompts: list[list[int]], num_tokens
     return Counts(counts.drafts, counts.drafted, counts.accepted_per_position)
 
 
+def check_counts(
+    vllm_host, reference: Reference, directory: Path, prompts: list[list[int]], num_tokens: int, draft: str
+) -> Counts:
+    """Check that vLLM without plugins and the transformers engine draft as a reference, and return the counts.
+
+    Args:
+        directory: an export of the reference with `draft/`.
+        draft: name of vLLM's draft class.
+    """
+    served, module = vllm_host.call(partial(served_without_plugins, directory, prompts, num_tokens))
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
+    assert (module, served.draft) == ("vllm.config.speculative", draft)
+    assert served.token_ids == expected
+    found = Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position)
+    assert found == counts
+    assert found == counts_of_transformers(directory, prompts, num_tokens)
+    assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
+    assert counts.accepted_per_position[-1] > 0
+    return counts
+
+
 # The first of three drafts is that of requests with a single draft.
 @pytest.mark.parametrize(("family", "num_tokens"), some_of(product(CLASSES, (1, 3)), ("qwen2", 3)))
 def test_counts_of_vllm_without_plugins(family, num_tokens, vllm_host, tmp_path, mesh):
@@ -60,15 +81,7 @@ def test_counts_of_vllm_without_plugins(family, num_tokens, vllm_host, tmp_path,
     prompts = write_trained(tmp_path / "model", family, 1, family == "llama", 3, draft_as, **SIZES.get(family, {}))
     reference = draft_as(Reference.load(tmp_path / "model", family, depth=1))
     directory = export_for_stock(tmp_path / "model", tmp_path, mesh)
-    served, module = vllm_host.call(partial(served_without_plugins, directory, prompts, num_tokens))
-    expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
-    assert (module, served.draft) == ("vllm.config.speculative", CLASSES[family])
-    assert served.token_ids == expected
-    found = Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position)
-    assert found == counts
-    assert found == counts_of_transformers(directory, prompts, num_tokens)
-    assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
-    assert counts.accepted_per_position[-1] > 0
+    counts = check_counts(vllm_host, reference, directory, prompts, num_tokens, CLASSES[family])
     reference.zeroes_first_embedding = False
     assert reference.simulate(prompts, NEW_TOKENS, num_tokens)[1] != counts
 
