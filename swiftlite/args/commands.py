@@ -6,7 +6,7 @@ from dataclasses import fields as fields_of
 from typing import ClassVar, Literal
 
 from swiftlite.args import fields, rl_fields
-from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -350,6 +350,10 @@ class ComparisonArgs:
     """Directories of training runs (their --output_dir), finished or not. The flag itself is optional."""
     output: str | None = None
     """HTML file to write. Default: run_report.html in the run; for several runs, runs.html in the current directory."""
+    serve: bool = False
+    """Serve the page on this machine instead of writing it, and update it while the runs are in progress."""
+    port: Port | None = None
+    """Port of --serve. [6006]"""
 
 
 @dataclass(frozen=True)

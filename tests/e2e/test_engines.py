@@ -27,7 +27,7 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.families import FAMILIES
 from tests import torchvision_here
 from tests.e2e.draft_logits import LOGIT_TOLERANCE, compare_draft_logits
-from tests.e2e.vllm_here import drafted_by_load, load_draft, serve
+from tests.e2e.vllm_here import drafted_after_load, drafted_by_load, load_draft, serve
 from tests.e2e.vllm_with_images import results_of
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
@@ -212,6 +212,29 @@ def test_a_schedule_drafts_by_the_load(vllm_host, trained):
     assert together.counts.drafted == 0
     assert together.draft_depths == [[0] * 12] * 3
     assert hits == 2 * 128
+
+
+def test_steps_of_the_head_without_drafts_are_postponed(vllm_host, trained):
+    """Three requests get no drafts, but the last one does after the others have ended. Then the head attends to the
+    keys of all its tokens, as in vLLM without the plugin. The loss of these keys would be noticed.
+
+    21 tokens without drafts are more than one call of 16 steps.
+    """
+    directory, prompts = trained("qwen3", 1, "vllm")
+    schedule = DraftSchedule({1: 1, 2: 0})
+    lengths = [60, 22, 22]
+    found = {}
+    for case in ("swiftlite", "vllm", "lost"):
+        call = partial(drafted_after_load, directory, schedule, prompts[:3], lengths, case)
+        answers, states, sizes = vllm_host.call(call)
+        found[case] = answers, states
+        assert (16 in sizes) == (case == "swiftlite")
+        assert (1 in sizes) == (case == "vllm")
+    answers, states = found["vllm"]
+    assert [answers, answers] == [found["swiftlite"][0], found["lost"][0]]
+    # Attention adds the same float32 terms in another order.
+    torch.testing.assert_close(found["swiftlite"][1], states, rtol=1e-5, atol=1e-5)
+    assert (found["lost"][1] - states).abs().max() > 0.01
 
 
 def generated(
