@@ -60,6 +60,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         "port": args.port,
         "dtype": args.torch_dtype,
         "trust_remote_code": args.trust_remote_code or None,
+        "default_chat_template_kwargs": args.chat_template_kwargs,
         "max_model_len": args.max_model_len,
         "enforce_eager": options.is_on_cpu() or None,  # compilation takes minutes and saves little on a CPU
         **attention,
