@@ -51,6 +51,7 @@ class PtArgs(fields.DocumentArgs, SftArgs):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "loss_scale": "all tokens of a document are trained",
         "system": "documents have no turns",
+        "chat_template_kwargs": "documents have no chat template",
         "sft_mock_dataset_config_json": "random tokens are not documents",
         **_ROWS_HAVE_NO_IMAGES,
     }
@@ -263,6 +264,7 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
         model=args.model,
         torch_dtype=args.torch_dtype,
         trust_remote_code=args.trust_remote_code,
+        chat_template_kwargs=args.chat_template_kwargs,
         infer_backend=args.infer_backend,
         speculative=speculative,
         num_speculative_tokens=num_tokens,

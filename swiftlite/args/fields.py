@@ -36,6 +36,9 @@ class ModelArgs:
     float32."""
     trust_remote_code: bool = False
     """Allow running Python files from the directory of the model or tokenizer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """JSON: values of variables of the chat template, such as {"enable_thinking": false}. Use the same ones in training
+    and in the engine. Default: those of the template."""
 
 
 @dataclass(frozen=True)

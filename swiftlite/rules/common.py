@@ -17,6 +17,7 @@ from swiftlite.args.docs import options, unsupported
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads, depth_key, kind_of
 from swiftlite.data.rows.hub_rows import commit_of_dataset
+from swiftlite.data.template_kwargs import impossible_names
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
 from swiftlite.hub.name import dataset_name, model_name
@@ -51,6 +52,12 @@ def options_are_of_the_command(args: Any) -> Iterator[Problem]:
     for name, why in unsupported(type(args)).items():
         if getattr(args, name) != known[name].default:
             yield not_supported(name, method_of(args).words, why)
+
+
+def template_variables_can_be_set(args: Any) -> Iterator[Problem]:
+    for name in impossible_names(vars(args).get("chat_template_kwargs") or {}):
+        problem = f"--chat_template_kwargs cannot set {name!r}"
+        yield problem, "give names of variables of the chat template; --system and rows set the conversation"
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:

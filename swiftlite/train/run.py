@@ -114,7 +114,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     hf_model = models["model"]
     training = training_of(args)
     check_supported(args, mesh, hf_model, training)
-    tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
+    tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code, args.chat_template_kwargs)
     vocab_size = hf_model.config["vocab_size"]
     encoder = training.make_encoder(args, tokenizer, hf_model)
     check_first_rows(args, encoder)
