@@ -696,8 +696,8 @@ class MonitoringArgs:
 
     server: str | None = None
     """Instead, read the draft counters of a running vLLM server at this address, such as http://127.0.0.1:8000, add
-    them to acceptance_over_time.jsonl, and report the acceptance between readings. With --tasks: the server that answers,
-    which serves --model."""
+    them to acceptance_over_time.jsonl, and report the acceptance between readings. With --tasks: the server of
+    --model that answers."""
     since: str | None = None
     """With --server: start from the last reading older than this duration, such as 24h or 1h30m. Default: all
     readings."""

@@ -110,7 +110,8 @@ def test_a_dense_model(mesh, tmp_path, rows, family, method):
 
 @with_llm_compressor
 @pytest.mark.skipif(
-    not any(LLM_COMPRESSOR.directory.glob("lib/python*/site-packages/torchvision")), reason="torchvision is not installed"
+    not any(LLM_COMPRESSOR.directory.glob("lib/python*/site-packages/torchvision")),
+    reason="torchvision is not installed",
 )
 def test_experts_and_quantized_heads(mesh, tmp_path, rows):
     """Each expert is quantized, routers are plain, and the head is rounded."""

@@ -28,16 +28,19 @@ from swiftlite.serve.evaluate.over_time import measure_over_time
 from swiftlite.serve.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.serve.evaluate.position_tables import position_tables
 from swiftlite.serve.evaluate.rates import REPLAYED, ModelFigures, compare_with_engine, legend, table
+from swiftlite.serve.evaluate.tasks import measure_tasks
 from swiftlite.serve.evaluate.trunks import Trunk, have_same_tokens, trunk_of, trunk_section, trunk_table
 
 
 def run(args: EvaluateArgs) -> None:
-    """Measure the acceptance of a model, or of a running server (`over_time.py`), and print a table.
+    """Measure the acceptance of a model or of a running server (`over_time.py`), or tasks (`tasks.py`).
 
     Raises:
         UserError: rows, a model or a server are invalid, or --output_dir cannot be written.
     """
-    if args.server is not None:
+    if args.tasks:
+        measure_tasks(args)
+    elif args.server is not None:
         measure_over_time(args)
     else:
         _measure_models(args)
