@@ -1,7 +1,8 @@
 """Run `swiftlite evaluate --tasks`: measure quality, acceptance and speed of the same answers.
 
 lm-evaluation-harness (`runtime/lm_eval.py`) reads the tasks, sends their questions to the server that `deploy` would
-start, and scores the answers. Drafts, tokens and seconds are read from the server's counters before and after each task.
+start, and scores the answers. Drafts, tokens and seconds are read from the server's counters, before and after
+each task.
 """
 
 import hashlib
