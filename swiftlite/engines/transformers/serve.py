@@ -23,6 +23,7 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.server.metrics import Generation
 from swiftlite.engines.transformers.engine import TransformersEngine
 from swiftlite.engines.transformers.server import metrics_text
+from swiftlite.families.resolved import HfModel
 
 MAX_TOKENS = 16
 """Default of OpenAI's completions."""
@@ -33,11 +34,12 @@ MAX_BYTES = 16_000_000
 class Service:
     """The routes of the server."""
 
-    def __init__(self, engine: TransformersEngine, template: ChatTemplate, name: str, stops: tuple[int, ...]):
+    def __init__(self, engine: TransformersEngine, template: ChatTemplate, name: str, model: HfModel):
         self._engine = engine
         self._template = template
         self._name = name
-        self._stops = stops
+        self._stops = stop_token_ids(template, model.directory)
+        self._vocab_size = model.config["vocab_size"]
         self._generation = Generation(0, 0.0)
         self._turn = asyncio.Lock()
 
@@ -63,7 +65,9 @@ class Service:
 
     async def completions(self, content: dict[str, Any]) -> dict[str, Any]:
         """Complete prompts; with `echo` and `logprobs`, also return the log-probabilities of the prompts."""
-        prompts = content["prompt"]
+        prompts = content.get("prompt")
+        if not prompts:
+            raise ValueError("prompt is missing or empty")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         choices = []
@@ -90,6 +94,9 @@ class Service:
         return self._answer("chat.completion", choices)
 
     async def _complete(self, ids: list[int], content: dict[str, Any]) -> dict[str, Any]:
+        for token in ids:
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"token {token} has no embedding")
         temperature = content.get("temperature")
         sampling = Sampling(
             _max_tokens(content, MAX_TOKENS),
@@ -144,8 +151,12 @@ class Service:
 
 
 def _max_tokens(content: dict[str, Any], default: int) -> int:
-    number = content.get("max_completion_tokens") or content.get("max_tokens")
-    return default if number is None else int(number)
+    number = content.get("max_completion_tokens", content.get("max_tokens"))
+    if number is None:
+        return default
+    if int(number) < 1:
+        raise ValueError(f"max_tokens {number} is below 1")
+    return int(number)
 
 
 def _stops(content: dict[str, Any]) -> list[str]:
@@ -194,8 +205,7 @@ def main(argv: list[str]) -> None:
         args.max_model_len,
         ngrams=ngrams_of(args.speculative),
     )
-    stops = stop_token_ids(template, model.directory)
-    service = Service(TransformersEngine(config), template, args.served_model_name, stops)
+    service = Service(TransformersEngine(config), template, args.served_model_name, model)
     web.run_app(service.app(), host=args.host, port=args.port, print=None, handle_signals=True)
 
 
