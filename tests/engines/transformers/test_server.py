@@ -33,8 +33,7 @@ def engine_of(model: HfModel, num_tokens: int = 2) -> TransformersEngine:
 def with_client(model: HfModel, use: Callable[[TestClient], Awaitable[Any]], num_tokens: int = 2) -> Any:
     """Return the result of `use` for a client of the server."""
     template = ChatTemplate(load_tokenizer(model.directory))
-    stops = stop_token_ids(template, model.directory)
-    service = Service(engine_of(model, num_tokens), template, "tiny", stops)
+    service = Service(engine_of(model, num_tokens), template, "tiny", model)
 
     async def run() -> Any:
         async with TestClient(TestServer(service.app())) as client:

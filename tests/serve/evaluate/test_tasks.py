@@ -134,9 +134,8 @@ def test_finished_tasks_are_kept(models, tmp_path, end):
     until((second / "lm_eval.json").exists)
     if end == "server":
         for child in psutil.Process(process.pid).children(recursive=True):
-            if "swiftlite.engines.transformers.serve" in child.cmdline() and "watchdog" not in " ".join(
-                child.cmdline()
-            ):
+            words = " ".join(child.cmdline())
+            if "transformers.serve" in words and "watchdog" not in words:
                 child.kill()
     else:
         process.send_signal(signal.SIGINT)
