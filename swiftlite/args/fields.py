@@ -635,7 +635,8 @@ class EvaluationArgs:
 
     dataset: list[str] = field(default_factory=list)
     """Files or datasets on the hub (as for sft) with answers that the model was not trained on; channels are reported
-    separately."""
+    separately. With --infer_backend also questions without answers, such as speed-bench:DIR or Spec-Bench's
+    question.jsonl."""
     baseline: str | None = None
     """Hugging Face model, as for --model, to compare with, such as the one before training."""
     output_dir: str = ""
@@ -708,7 +709,8 @@ class BenchmarkArgs:
     """Benchmark"""
 
     val_dataset: list[str] = field(default_factory=list)
-    """Files or datasets on the hub with prompts (rows as for sft, without the last assistant turn)."""
+    """Files or datasets on the hub with prompts (rows as for sft, without the last assistant turn), speed-bench:DIR, or
+    Spec-Bench's question.jsonl."""
     output_dir: str = ""
     """Directory for bench.json, bench.svg, bench.html and the servers' logs; may exist."""
     infer_backend: str = "vllm"

@@ -149,7 +149,6 @@ def test_good_tasks_pass_without_a_note(here, with_lm_eval, change):
         ({"infer_backend": "sglang"}, "--tasks --infer_backend sglang", "transformers vllm"),
         ({"dataset": ["val.jsonl"]}, "--dataset --tasks", ""),
         ({"temperature": 0.5}, "--temperature --tasks", ""),
-        ({"since": "24h"}, "--since --tasks", ""),
         ({"model": "plain", "compare": True}, "--compare plain/config.json", ""),
         ({"limit": 0}, "--limit 0", ""),
         (

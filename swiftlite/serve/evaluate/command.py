@@ -79,7 +79,7 @@ def _measure_models(args: EvaluateArgs) -> None:
                 forced = {channel: found.to_json() for channel, found in measured[name].items()}
                 results[name] = {"teacher_forced": _without_walks(forced), "replayed": _walks(forced)}
             if name in served:
-                results[name] |= _compare_with_engine(args, model, served[name], mesh)
+                results[name] |= _compare_with_engine(args, model, served[name], mesh, is_replayed=len(data.val) > 0)
     trunks: dict[str, Trunk] = {}
     print(f"{table(results)}\n\n{legend(results['model'])}")
     if measured:
@@ -183,17 +183,24 @@ def _serve(args: EvaluateArgs, model: HfModel, encoder: PromptEncoder, data: Dat
         )
 
 
-def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh) -> ModelFigures:
+def _compare_with_engine(
+    args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh, *, is_replayed: bool
+) -> ModelFigures:
     """Return the draft counts of the engine.
 
     If the engine drafts as many tokens as the heads were trained for, also return the counts of speculative decoding
     simulated on the engine's answers.
+
+    Args:
+        is_replayed: False for questions of benchmarks, which can be too long for one pass in this process.
     """
     engine = args.infer_backend
     counted = served.by_channel
     drawn = {}
     if args.temperature:
         drawn = {named(engine, args.temperature): served.drawn_by_channel}
+    if not is_replayed:
+        return {engine: counted, **drawn}
     if served.num_speculative_tokens > model.heads.drafts:
         logger.info(
             "%s drafts %d tokens, the heads were trained for %d: its answers are not replayed",
