@@ -1,6 +1,6 @@
 # Sourced by the other scripts here: creates their virtual environment and adds it to PATH.
-# A layer (core, vllm, torchvision, torchao, model, sglang, llamacpp, te, flash, llmcompressor, dev, docs) is installed
-# once, and again after its requirements change.
+# A layer (core, vllm, torchvision, torchao, model, sglang, llamacpp, te, flash, llmcompressor, lm_eval, dev, docs) is
+# installed once, and again after its requirements change.
 #
 #   SWIFTLITE_VENV      directory of the environment (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in a separate environment (.venv-megatron-0.19.2);
@@ -38,7 +38,7 @@ install_once() {
         return
     fi
     local minutes=""
-    case $name in core | vllm | llmcompressor) minutes=" (several minutes)" ;; esac
+    case $name in core | vllm | llmcompressor | lm_eval) minutes=" (several minutes)" ;; esac
     echo "installing $name into $venv$minutes"
     "$@" || die "could not install $name" "see the lines above; the same command resumes here"
     echo "$fingerprint" >"$stamp"
@@ -110,6 +110,14 @@ install_llmcompressor() {
     "$venv/bin/python" -m venv "$venv/llmcompressor" &&
         "$venv/llmcompressor/bin/pip" install --quiet --disable-pip-version-check \
             "$(grep -E '^torch==' "$root/requirements/vllm.txt")" -r "$root/requirements/llmcompressor.txt"
+}
+
+# In an environment of its own, with the same transformers: it requires other releases of some packages.
+install_lm_eval() {
+    "$venv/bin/python" -m venv "$venv/lm_eval" &&
+        "$venv/lm_eval/bin/pip" install --quiet --disable-pip-version-check \
+            "transformers==$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("transformers"))')" \
+            -r "$root/requirements/lm_eval.txt"
 }
 
 install_llamacpp() {

@@ -2,7 +2,7 @@
 # Sets up what the tests need, then runs them; the last line is pytest's own count, or what check.sh has found.
 #
 #   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the first four tiers
-#   bash scripts/test.sh unit|gloo|engine|cuda_emulated|slow|te|flash|llmcompressor|gpu [PYTEST OPTIONS]
+#   bash scripts/test.sh unit|gloo|engine|cuda_emulated|slow|te|flash|llmcompressor|lm_eval|gpu [PYTEST OPTIONS]
 #
 #   unit     in process, seconds each       gloo    several processes on this machine
 #   engine   with a real vLLM or SGLang     gpu     needs a GPU
@@ -10,6 +10,7 @@
 #   slow     minutes, and combinations      te      with the Python of Transformer Engine; elsewhere skipped
 #   flash    with the Python of flash-attn; elsewhere skipped
 #   llmcompressor  with llm-compressor in an environment of its own; elsewhere skipped
+#   lm_eval        with lm-evaluation-harness in an environment of its own; elsewhere skipped
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -31,13 +32,14 @@ case $tier in
     te) markers="gloo and not slow" && set -- tests/parallel/test_{kernels,low_precision,adapter_kernels}.py "$@" ;;
     flash) markers="not slow" && set -- tests/model/test_packed_kernels.py "$@" ;;
     llmcompressor) markers="not gpu" && set -- tests/export/test_calibrated.py "$@" ;;
-    *) die "no tier '$tier'" "one of: unit gloo engine cuda_emulated slow te flash llmcompressor gpu, or nothing for all that run without a GPU" ;;
+    lm_eval) markers="not gpu" && set -- tests/serve/evaluate/test_tasks.py "$@" ;;
+    *) die "no tier '$tier'" "one of: unit gloo engine cuda_emulated slow te flash llmcompressor lm_eval gpu, or nothing for all that run without a GPU" ;;
 esac
 
 case $tier in
     all) use_environment core vllm torchvision torchao sglang llamacpp model dev docs ;;
     engine | slow) use_environment core vllm torchvision torchao sglang llamacpp model dev ;;
-    llmcompressor) use_environment core vllm llmcompressor dev ;;
+    llmcompressor | lm_eval) use_environment core vllm "$tier" dev ;;
     te | flash) use_environment core model "$tier" dev ;;
     *) use_environment core torchao model dev ;;
 esac

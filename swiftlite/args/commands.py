@@ -279,9 +279,19 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
 
 @dataclass(frozen=True)
 class EvaluateArgs(
-    fields.MonitoringArgs, fields.SpeculationArgs, fields.ImageArgs, fields.EvaluationArgs, fields.ModelArgs
+    fields.MonitoringArgs,
+    fields.TaskArgs,
+    fields.SpeculationArgs,
+    fields.ImageArgs,
+    fields.EvaluationArgs,
+    fields.ModelArgs,
 ):
     """Measure the acceptance of MTP heads by depth and channel, against the trunk and by an engine's counters."""
+
+    @property
+    def task_engine(self) -> str:
+        """The engine whose server answers --tasks."""
+        return "vllm" if self.infer_backend == "none" else self.infer_backend
 
 
 @dataclass(frozen=True)

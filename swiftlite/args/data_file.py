@@ -10,6 +10,9 @@ DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".csv
 STREAMED_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Extensions of files that are read row by row."""
 
+SPEED_BENCH = "speed-bench:"
+"""Begin of the name of a directory with prepared files of SPEED-Bench, in place of a file."""
+
 MAX_DIGITS = 15
 """Maximum number of digits of a number of rows. No file has so large a number of rows, and int() raises an error for
 5000 digits."""
@@ -18,6 +21,18 @@ MAX_DIGITS = 15
 def data_suffix(name: str) -> str:
     """Return the extension of a data file in lower case; "" if it has another extension."""
     return next((suffix for suffix in DATA_SUFFIXES if name.lower().endswith(suffix)), "")
+
+
+def prepared_files(spec: str) -> list[str]:
+    """Return the files that `speed-bench:DIR` or `speed-bench:DIR#N` names, each with `#N`; other names unchanged.
+
+    They are DIR/CONFIG.jsonl (prepared by NeMo-Skills) or DIR/CONFIG/test.parquet (by Model-Optimizer).
+    """
+    if not spec.startswith(SPEED_BENCH):
+        return [spec]
+    directory, mark, sample = spec.removeprefix(SPEED_BENCH).partition("#")
+    files = [*Path(directory).glob("*.jsonl"), *Path(directory).rglob("*.parquet")]
+    return [f"{file}{mark}{sample}" for file in sorted(files)]
 
 
 def split_sample(spec: str) -> tuple[str, str]:

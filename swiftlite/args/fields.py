@@ -638,7 +638,8 @@ class EvaluationArgs:
 
     dataset: list[str] = field(default_factory=list)
     """Files or datasets on the hub (as for sft) with answers that the model was not trained on; channels are reported
-    separately."""
+    separately. With --infer_backend also questions without answers, such as speed-bench:DIR or Spec-Bench's
+    question.jsonl."""
     baseline: str | None = None
     """Hugging Face model, as for --model, to compare with, such as the one before training."""
     output_dir: str = ""
@@ -655,7 +656,8 @@ class EvaluationArgs:
     draft_confidence: list[float] = field(default_factory=list)
     """Values of infer's --draft_confidence to compare, such as 0,0.2,0.4,0.6; a table reports the speed of each."""
     max_length: bounds.Length = 2048
-    """Maximum length of a row in tokens; longer ones are truncated right."""
+    """Maximum length of a row in tokens; longer ones are truncated right. With --tasks: of prompt and answer; longer
+    prompts are truncated left."""
     max_bad_rows: bounds.NonNegativeInt = 0
     """Maximum number of malformed rows before the command stops; each is reported with file:line."""
     system: str | None = None
@@ -666,12 +668,40 @@ class EvaluationArgs:
 
 
 @dataclass(frozen=True)
+class TaskArgs:
+    """Tasks of lm-evaluation-harness"""
+
+    tasks: list[str] = field(default_factory=list)
+    """Instead, measure the quality of answers with these tasks of lm-evaluation-harness, such as gsm8k,ifeval, together
+    with acceptance and speed. A server of --infer_backend (default: vllm) is started as by `deploy`; with --server, a
+    running one is used. Finished tasks in --output_dir are not repeated."""
+    include_path: str | None = None
+    """Directory with task files (YAML) of your own. Paths in them are relative to it. Task files can execute Python
+    code."""
+    compare: bool = False
+    """Also answer without drafts, and report the share of equal answers and the speed of both."""
+    num_fewshot: bounds.NonNegativeInt | None = None
+    """Number of examples before each question. Default: that of the task."""
+    limit: bounds.PositiveFloat | None = None
+    """Maximum number of questions per task, or below 1 their share. Default: all."""
+    apply_chat_template: bool = False
+    """Format questions with the chat template of the model."""
+    num_concurrent: bounds.PositiveInt = 1
+    """Number of requests that are sent at the same time."""
+    lm_eval_model_args: dict[str, Any] | None = None
+    """JSON: further model_args of lm-evaluation-harness, such as {"add_bos_token": true}."""
+    confirm_run_unsafe_code: bool = False
+    """Allow tasks that execute programs written by the model, such as humaneval. They run without a sandbox."""
+
+
+@dataclass(frozen=True)
 class MonitoringArgs:
     """Monitoring"""
 
     server: str | None = None
     """Instead, read the draft counters of a running vLLM server at this address, such as http://127.0.0.1:8000, add
-    them to acceptance_over_time.jsonl, and report the acceptance between readings."""
+    them to acceptance_over_time.jsonl, and report the acceptance between readings. With --tasks: the server of
+    --model that answers."""
     since: str | None = None
     """With --server: start from the last reading older than this duration, such as 24h or 1h30m. Default: all
     readings."""
@@ -682,7 +712,8 @@ class BenchmarkArgs:
     """Benchmark"""
 
     val_dataset: list[str] = field(default_factory=list)
-    """Files or datasets on the hub with prompts (rows as for sft, without the last assistant turn)."""
+    """Files or datasets on the hub with prompts (rows as for sft, without the last assistant turn), speed-bench:DIR, or
+    Spec-Bench's question.jsonl."""
     output_dir: str = ""
     """Directory for bench.json, bench.svg, bench.html and the servers' logs; may exist."""
     infer_backend: str = "vllm"

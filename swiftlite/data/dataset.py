@@ -8,10 +8,12 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, overload
 
 import numpy as np
 
+from swiftlite.args.data_file import prepared_files
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.encoded_rows import EncodedRows, Part, digest_of, encode_file
@@ -269,7 +271,8 @@ def load_prompts(
     Raises:
         UserError: a file cannot be read, or there are more bad rows than allowed.
     """
-    found = [find_rows(spec) for spec in files]  # reports a missing last file before the first one is read
+    named = chain.from_iterable(map(prepared_files, files))
+    found = [find_rows(spec) for spec in named]  # reports a missing last file before the first one is read
     parse = partial(parse_row, needs_answer=False, no_images=no_images)
     conversations: list[Conversation] = []
     bad_rows: list[BadRow] = []

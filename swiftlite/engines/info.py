@@ -85,6 +85,8 @@ class EngineInfo:
             engine; "" if the engine has no server.
         draft_counts: name of the function that maps the text of /metrics to the server's `DraftCounts`, or to None if
             the server does not draft. If "", `evaluate --server` does not support the engine.
+        generation: name of the function that maps the text of /metrics to the server's `Generation`. If "",
+            `evaluate --tasks` does not support the engine; its server must return log-probabilities of prompts.
         dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`; it is called in a subprocess. If
             "", `doctor` does not support the engine.
         file_report: name of the function that maps a file which the engine reads to a `LoadReport`. If "", the engine
@@ -132,6 +134,7 @@ class EngineInfo:
     client: str = ""
     metrics_prefix: str = ""
     draft_counts: str = ""
+    generation: str = ""
     dry_load: str = ""
     file_report: str = ""
     known_report: str = ""

@@ -29,7 +29,7 @@ from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.export.schemes import Scheme
 from swiftlite.families.resolved import HfModel
-from swiftlite.runtime.llm_compressor import interpreter, run
+from swiftlite.runtime.llm_compressor import LLM_COMPRESSOR, run
 
 _SEED = 42
 # For other layers, llm-compressor 0.14 scales the input of a router without changing the router.
@@ -102,7 +102,8 @@ def calibrated(
     file = directory / "job.json"
     file.write_text(json.dumps(job), encoding="utf-8")
     logger.info("%s of %d matrices with %d rows of %s", method, len(matrices), len(rows), ", ".join(args.dataset))
-    run([str(interpreter()), "-I", "-W", "ignore", str(Path(__file__).with_name("oneshot.py")), str(file)], method)
+    program = Path(__file__).with_name("oneshot.py")
+    run([str(LLM_COMPRESSOR.interpreter), "-I", "-W", "ignore", str(program), str(file)], method)
     with Checkpoint(directory / "result") as checkpoint:
         yield Calibrated(checkpoint, changes_norms=method == "awq")
 

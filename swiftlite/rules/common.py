@@ -12,7 +12,14 @@ from swiftlite.args.bounds import describe, out_of_bounds
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import Problem, not_supported
-from swiftlite.args.data_file import DATA_SUFFIXES, data_suffix, is_number_of_rows, split_sample
+from swiftlite.args.data_file import (
+    DATA_SUFFIXES,
+    SPEED_BENCH,
+    data_suffix,
+    is_number_of_rows,
+    prepared_files,
+    split_sample,
+)
 from swiftlite.args.docs import options, unsupported
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads, depth_key, kind_of
@@ -148,6 +155,14 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:
     """Yield the reasons why a data file, FILE or FILE#N, cannot be read."""
+    if name.startswith(SPEED_BENCH):
+        files = prepared_files(name)
+        if not files:
+            hint = "prepare SPEED-Bench with the script of its dataset card, and give the directory with its files"
+            yield f"{flag} {name}: no *.jsonl or *.parquet is in this directory", hint
+        for each in files:
+            yield from file_problems(flag, each)
+        return
     file, sample = split_sample(name)
     path = Path(file)
     dataset = dataset_name(file)

@@ -1,6 +1,7 @@
 """Rules of `evaluate`."""
 
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +9,11 @@ from swiftlite.args.commands import EvaluateArgs
 from swiftlite.args.config import Problem, not_supported
 from swiftlite.args.docs import options
 from swiftlite.args.duration import seconds_of
+from swiftlite.args.fields import TaskArgs
+from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine_options
+from swiftlite.runtime import lm_eval
 
 
 def there_are_rows(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
@@ -46,6 +50,8 @@ def acceptance_json_gets_counts(args: EvaluateArgs, facts: Facts) -> Iterator[Pr
 
 
 def evaluate_settings_without_effect(args: EvaluateArgs, facts: Facts) -> Iterator[str]:
+    if args.tasks:
+        return
     no_engine = (args.infer_backend == "none", "--infer_backend is none")
     yield from common.without_effect(
         args, dict.fromkeys(("num_speculative_tokens", "max_prompts", "max_new_tokens", "temperature"), no_engine)
@@ -58,7 +64,7 @@ def server_is_an_address(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def server_has_no_model_options(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
-    if args.server is not None:
+    if args.server is not None and not args.tasks:
         for name in common.changed(args, sorted(options(EvaluateArgs).keys() - _SERVER_OPTIONS)):
             yield not_supported(name, "evaluate --server", _COUNTERS_ONLY)
 
@@ -73,16 +79,84 @@ def since_is_a_duration_of_a_server(args: EvaluateArgs, facts: Facts) -> Iterato
 
 
 def _of_models(rule: common.Rule) -> common.Rule:
-    """Return a rule that is not applied with --server, which has no model and no rows."""
+    """Return a rule that is not applied with --server, which has no model and no rows, and with --tasks."""
 
     @functools.wraps(rule)
     def unless_server(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
-        if args.server is None:
+        if args.server is None and not args.tasks:
             yield from rule(args, facts)
 
     return unless_server
 
 
+def _of_tasks(rule: common.Rule) -> common.Rule:
+    """Return a rule that is applied only with --tasks."""
+
+    @functools.wraps(rule)
+    def with_tasks(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+        if args.tasks:
+            yield from rule(args, facts)
+
+    return with_tasks
+
+
+def lm_eval_is_installed(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if not lm_eval.LM_EVAL.is_installed:
+        problem = f"--tasks requires lm-evaluation-harness in a separate environment, {lm_eval.LM_EVAL.directory}"
+        yield problem, lm_eval.install_command()
+
+
+def tasks_are_names(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject paths. lm-eval would look for them in its current directory."""
+    for task in args.tasks:
+        if not _TASK_NAME.fullmatch(task):
+            yield f"--tasks {task} is not the name of a task", "add its directory with --include_path DIR"
+
+
+def include_path_is_a_directory(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.include_path is not None and not Path(args.include_path).is_dir():
+        yield f"--include_path {args.include_path} is not a directory", "give the directory of the task files"
+
+
+def engine_answers_tasks(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    info = ENGINES[args.task_engine]
+    able = " or ".join(names_with("generation"))
+    if args.server is not None:
+        return
+    if info.generation:
+        yield from engine_options.missing_engine(info)
+    else:
+        yield (
+            f"--tasks does not support --infer_backend {info.name}: the log-probabilities of prompts of {info.label}'s "
+            "server were not tested",
+            f"use --infer_backend {able}",
+        )
+
+
+def drafts_have_heads(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if facts.hf_config and not facts.heads.layers and args.server is None:
+        for name in common.changed(args, ["compare", "num_speculative_tokens"]):
+            yield f"--{name} requires MTP heads; {common.no_heads(facts)}", f"remove it, or {common.TRAIN_HEADS}"
+
+
+def options_are_of_tasks(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.tasks:
+        for name in common.changed(args, options(TaskArgs)):
+            yield f"--{name} requires --tasks", f"add --tasks gsm8k, or remove --{name}"
+        return
+    allowed = {*options(TaskArgs), *_OF_TASKS}
+    if args.server is not None:
+        allowed -= {"baseline", "compare", "infer_backend", "torch_dtype", "num_speculative_tokens"}
+    for name in common.changed(args, sorted(options(EvaluateArgs).keys() - allowed)):
+        command = "evaluate --tasks --server" if args.server is not None else "evaluate --tasks"
+        yield not_supported(name, command, "it only sends the questions of tasks to a server")
+
+
+_TASK_NAME = re.compile(r"[A-Za-z0-9_][\w.:+()-]*(?<!\.yaml)")
+_OF_TASKS = (
+    *("model", "torch_dtype", "trust_remote_code", "baseline", "output_dir", "infer_backend", "num_speculative_tokens"),
+    *("max_length", "server"),
+)
 _SERVER_OPTIONS = {"server", "since", "output_dir"}
 _COUNTERS_ONLY = "it only reads the counters of a running server"
 
@@ -98,8 +172,20 @@ _MODEL_RULES = (
     engine_options.draft_confidence_has_its_engine,
     common.images_have_a_place_and_a_size,
 )
+_TASK_RULES = (
+    common.hf_model_is_a_directory,
+    common.baseline_is_a_model,
+    lm_eval_is_installed,
+    tasks_are_names,
+    include_path_is_a_directory,
+    engine_answers_tasks,
+    engine_options.engine_runs_the_family,
+    drafts_have_heads,
+)
 RULES = (
     *map(_of_models, _MODEL_RULES),
+    *map(_of_tasks, _TASK_RULES),
+    options_are_of_tasks,
     output_dir_can_be,
     common.numbers_are_in_range,
     server_is_an_address,

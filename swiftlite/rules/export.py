@@ -252,7 +252,7 @@ def calibration_is_possible(args: ExportArgs, facts: Facts) -> Iterator[Problem]
     if args.quant_method not in CALIBRATED_METHODS:
         return
     flag = f"--quant_method {args.quant_method}"
-    if not llm_compressor.is_installed():
+    if not llm_compressor.LLM_COMPRESSOR.is_installed:
         yield f"{flag} requires llm-compressor in a separate environment", llm_compressor.install_command()
     if not args.dataset:
         yield f"{flag} requires --dataset", "give calibration rows, such as the training data: --dataset train.jsonl"

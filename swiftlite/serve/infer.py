@@ -163,8 +163,11 @@ def _report(args: InferArgs, result: Answers, plain: Answers | None) -> None:
 
 
 @contextmanager
-def logs_how_to_resume(file: AnswersFile) -> Iterator[None]:
-    """If an exception ends the block, log the number of answers in the file and how to resume.
+def logs_how_to_resume(file: object) -> Iterator[None]:
+    """If an exception ends the block, log what is finished and how to resume.
+
+    Args:
+        file: its text says what is finished, as that of `AnswersFile`.
 
     Raises:
         UserError: the process received SIGINT or SIGTERM; the error has the exit code of the signal.

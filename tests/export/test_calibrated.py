@@ -22,12 +22,13 @@ from swiftlite.export import calibrated
 from swiftlite.export.quantization import matrices_of
 from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
-from swiftlite.runtime.llm_compressor import RELEASE, environment, is_installed
+from swiftlite.runtime.llm_compressor import LLM_COMPRESSOR, RELEASE
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
 with_llm_compressor = pytest.mark.skipif(
-    not is_installed(), reason=f"llm-compressor {RELEASE} is not in {environment()} (requirements/llmcompressor.txt)"
+    not LLM_COMPRESSOR.is_installed,
+    reason=f"llm-compressor {RELEASE} is not in {LLM_COMPRESSOR.directory} (requirements/llmcompressor.txt)",
 )
 GROUP = 16  # divides the sizes of all tiny models
 
@@ -109,7 +110,8 @@ def test_a_dense_model(mesh, tmp_path, rows, family, method):
 
 @with_llm_compressor
 @pytest.mark.skipif(
-    not any(environment().glob("lib/python*/site-packages/torchvision")), reason="torchvision is not installed"
+    not any(LLM_COMPRESSOR.directory.glob("lib/python*/site-packages/torchvision")),
+    reason="torchvision is not installed",
 )
 def test_experts_and_quantized_heads(mesh, tmp_path, rows):
     """Each expert is quantized, routers are plain, and the head is rounded."""

@@ -1,6 +1,8 @@
 """Test the rules of `evaluate`."""
 
 import dataclasses
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +109,70 @@ def test_what_an_engine_would_do_has_no_effect_without_one(here, name):
 def test_all_that_an_engine_would_do_is_named(here):
     assert flags(rules.check(dataclasses.replace(EVALUATE, **OF_AN_ENGINE))) == OF_AN_ENGINE.keys()
     assert rules.check(dataclasses.replace(EVALUATE, **OF_AN_ENGINE, infer_backend="transformers")) == []
+
+
+TASKS = EvaluateArgs(model="mtp2", tasks=["gsm8k"], output_dir="out", infer_backend="transformers")
+
+
+@pytest.fixture
+def with_lm_eval(tmp_path, monkeypatch):
+    """Have an environment that looks as if it contained lm-evaluation-harness."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").touch()
+    (venv / "lib/python3.11/site-packages/lm_eval-0.4.13.dist-info").mkdir(parents=True)
+    monkeypatch.setenv("SWIFTLITE_LM_EVAL_VENV", str(venv))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"model": "plain"},
+        {"baseline": "plain", "compare": True, "num_fewshot": 0, "limit": 0.5, "max_length": 512},
+        {"infer_backend": "none", "server": "http://127.0.0.1:8000"},
+    ],
+)
+def test_good_tasks_pass_without_a_note(here, with_lm_eval, change):
+    assert rules.check(dataclasses.replace(TASKS, **change)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"model": None}, "--model", ""),
+        ({"tasks": ["./gsm8k"]}, "--tasks ./gsm8k", "--include_path"),
+        ({"tasks": ["task.yaml"]}, "--tasks task.yaml", "--include_path"),
+        ({"tasks": ["--help"]}, "--tasks --help", "--include_path"),
+        ({"include_path": "nowhere"}, "--include_path nowhere", ""),
+        ({"infer_backend": "llamacpp"}, "--tasks --infer_backend llamacpp", "transformers vllm"),
+        ({"infer_backend": "sglang"}, "--tasks --infer_backend sglang", "transformers vllm"),
+        ({"dataset": ["val.jsonl"]}, "--dataset --tasks", ""),
+        ({"temperature": 0.5}, "--temperature --tasks", ""),
+        ({"model": "plain", "compare": True}, "--compare plain/config.json", ""),
+        ({"limit": 0}, "--limit 0", ""),
+        (
+            {"infer_backend": "none", "server": "http://127.0.0.1:8000", "baseline": "plain"},
+            "--baseline --tasks --server",
+            "",
+        ),
+        ({"tasks": [], "dataset": ["val.jsonl"], "compare": True}, "--compare --tasks", "--tasks --compare"),
+    ],
+)
+def test_options_of_tasks(here, with_lm_eval, change, problem, hint):
+    ((found, advice),) = problems_of(dataclasses.replace(TASKS, **change))
+    assert mentions(found, problem)
+    assert mentions(advice, hint)
+
+
+def test_the_command_that_installs_lm_eval_is_printed(here, tmp_path, monkeypatch):
+    """requirements/lm_eval.txt has the release of the command."""
+    venv = tmp_path / "with space" / "venv"
+    monkeypatch.setenv("SWIFTLITE_LM_EVAL_VENV", str(venv))
+    ((problem, hint),) = problems_of(TASKS)
+    assert mentions(problem, "--tasks")
+    words = shlex.split(hint)
+    assert words[1:4] == ["-m", "venv", str(venv)]
+    requirements = Path(__file__).parents[2] / "requirements" / "lm_eval.txt"
+    assert words[-2] in requirements.read_text().split()
+    assert words[-4:-2] == [str(venv / "bin" / "pip"), "install"]

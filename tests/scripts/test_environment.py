@@ -50,7 +50,7 @@ def test_an_unknown_tier_names_the_known_ones():
     done = subprocess.run(["bash", ROOT / "scripts" / "test.sh", "gpus"], capture_output=True, text=True)
     assert done.returncode == 1
     assert has_line(done.stderr, "'gpus'")
-    assert "unit gloo engine cuda_emulated slow te flash llmcompressor gpu" in done.stderr
+    assert "unit gloo engine cuda_emulated slow te flash llmcompressor lm_eval gpu" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Parse a row of a data file into a `Conversation`; errors name the invalid field.
 
 Formats: `messages` (roles system, user, assistant, tool), ShareGPT `conversations`, alpaca (`instruction`), `query` and
-`response` with `history`. Files are read in `sources.py`; tokens are made in `template.py`.
+`response` with `history`, and questions of benchmarks (`benchmark.py`). Files are read in `sources.py`; tokens are made
+in `template.py`.
 """
 
 import difflib
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from swiftlite.base.errors import clip
 from swiftlite.base.json_file import MAX_DEPTH, is_deeper, parse_json
+from swiftlite.data.rows.benchmark import is_question, question_of
 from swiftlite.data.rows.image_parts import (
     Message,
     RowImage,
@@ -170,6 +172,9 @@ def parse_row(
     if not isinstance(row, dict):
         hint = "rename the file to .json if it is one array" if isinstance(row, list) else ""
         raise RowError("row", f"is {_kind(row)}, not an object", hint)
+    if is_question(row):
+        text, category = question_of(row, needs_answer)
+        row = {"query": text, "channel": category}
     given = row
     row = {key: value for key, value in given.items() if value is not None and value != ""}
     check_media(row, no_images)

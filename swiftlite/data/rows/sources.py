@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from swiftlite.args.data_file import data_suffix, is_number_of_rows, split_sample
+from swiftlite.args.data_file import SPEED_BENCH, data_suffix, is_number_of_rows, split_sample
 from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import decode_json, parse_json, skip_space
 from swiftlite.data.packing.padding import padding_error
@@ -109,6 +109,8 @@ def find_rows(spec: str) -> DataFile | HubRows:
     Raises:
         UserError: the file does not exist.
     """
+    if spec.startswith(SPEED_BENCH):
+        raise UserError(f"{spec} has no answers", "use it for bench, infer, or evaluate --infer_backend vllm")
     name, sample = split_sample(spec)
     path = Path(name)
     dataset = dataset_name(name)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -30,6 +31,37 @@ def read_draft_counts(text: str, prefix: str) -> DraftCounts | None:
         return None
     per_position = tuple(accepted[position] for position in sorted(accepted))
     return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a server has generated since its start.
+
+    Attributes:
+        tokens: number of generated tokens.
+        seconds: sum of the seconds of all finished requests, from their arrival to the end of the answer.
+    """
+
+    tokens: int
+    seconds: float
+
+    def since(self, before: "Generation") -> "Generation":
+        """Return the generation after the earlier reading `before`."""
+        return Generation(self.tokens - before.tokens, self.seconds - before.seconds)
+
+
+def read_generation(text: str, tokens: str, seconds: str) -> Generation:
+    """Return what a server has generated.
+
+    Args:
+        tokens, seconds: names of the metrics.
+    """
+    return Generation(int(total(text, tokens)), total(text, seconds))
+
+
+def total(text: str, name: str) -> float:
+    """Return the sum of a metric over all engines of a server; 0 if there is none."""
+    return sum(sample.value for sample in samples(text) if sample.name == name)
 
 
 def samples(text: str) -> Iterator[Any]:

@@ -76,7 +76,7 @@ class TransformersEngine:
         self.num_speculative_tokens = max(num_tokens, config.ngrams.max_tokens) if config.ngrams else num_tokens
         self._load_trunk(model)
         longest = self._decoder.config.get_text_config().max_position_embeddings
-        self._max_length = min(config.max_model_len or longest, longest)
+        self.max_length = min(config.max_model_len or longest, longest)
         self._drafting = model.family.drafting_of(model.config, model.heads)
         self._features = model.heads.features
         self._heads = None
@@ -123,7 +123,7 @@ class TransformersEngine:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
         """Complete every prompt and return completions in order, as `Engine.generate` specifies."""
-        check_prompts(prompts, self._max_length)
+        check_prompts(prompts, self.max_length)
         generator = torch.Generator(self._decoder.device)
         completions = []
         for place, prompt in enumerate(prompts):
@@ -132,6 +132,19 @@ class TransformersEngine:
             if on_answer:
                 on_answer(place, completions[place])
         return completions
+
+    @torch.inference_mode()
+    def prompt_log_p(self, prompt: Sequence[int]) -> tuple[list[int], list[float], list[float]]:
+        """Return, for each token of a prompt after the first, the most likely token in its place, the log-probability
+        of that token, and its own log-probability.
+        """
+        check_prompts([prompt], self.max_length + 1)
+        ids = torch.tensor([list(prompt)], device=self._decoder.device)
+        _, after, _ = self._states(ids, whole_cache(self._decoder.config), None)
+        log_p = self._output_layer(after[0, :-1]).float().log_softmax(dim=-1)
+        largest = log_p.max(dim=-1)
+        own = log_p.gather(1, ids[0, 1:, None])[:, 0]
+        return largest.indices.tolist(), largest.values.tolist(), own.tolist()
 
     def draft_counts(self) -> DraftCounts:
         """Return the draft counts since the start.
@@ -149,7 +162,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def _complete(self, prompt: Sequence[int], sampling: Sampling, generator: torch.Generator) -> Completion:
         ids = torch.tensor([list(prompt)], device=self._decoder.device)
-        limit = min(len(prompt) + sampling.max_new_tokens, self._max_length)
+        limit = min(len(prompt) + sampling.max_new_tokens, self.max_length)
         cache = whole_cache(self._decoder.config)
         processor = warpers(sampling)
         images = None

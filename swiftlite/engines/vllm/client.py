@@ -65,12 +65,26 @@ def read_answer(events: Sequence[Event]) -> Answer:
     The first chunk of a chat answer has no text. vLLM sends it with the first token.
     """
     pieces = [(seconds, _text_of(event["choices"][0])) for seconds, event in events if event["choices"]]
+    last = events[-1][1]
     return Answer(
         text="".join(text for _, text in pieces),
-        num_tokens=events[-1][1]["usage"]["completion_tokens"],
+        num_tokens=last["usage"]["completion_tokens"],
         seconds_to_first=pieces[0][0],
         seconds=pieces[-1][0],
+        counts=_draft_counts((last.get("metrics") or {}).get("speculative_decoding")),
     )
+
+
+def _draft_counts(found: Mapping[str, Any] | None) -> DraftCounts | None:
+    """Return the draft counts of one answer, which servers with `per_request_spec_decode_metrics` report.
+
+    Place j of the histogram is the number of steps that accepted exactly j draft tokens.
+    """
+    if found is None:
+        return None
+    histogram = found["acceptance_histogram"]
+    accepted = tuple(sum(histogram[place:]) for place in range(1, len(histogram)))
+    return DraftCounts(found["num_spec_steps"], found["num_draft_tokens"], accepted)
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

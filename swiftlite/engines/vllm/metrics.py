@@ -18,7 +18,11 @@ def read_draft_counts(text: str) -> DraftCounts | None:
     return metrics.read_draft_counts(text, "vllm:")
 
 
+def read_generation(text: str) -> metrics.Generation:
+    """Return what vLLM has generated, summed over all engines of the server."""
+    return metrics.read_generation(text, "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_sum")
+
+
 def read_cached_tokens(text: str) -> int:
     """Return the number of prompt tokens found in the prefix cache, summed over all engines of the server."""
-    found = [sample for sample in metrics.samples(text) if sample.name == "vllm:prefix_cache_hits_total"]
-    return sum(int(sample.value) for sample in found)
+    return int(metrics.total(text, "vllm:prefix_cache_hits_total"))

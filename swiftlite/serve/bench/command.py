@@ -7,7 +7,7 @@ interrupted run keeps its results.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from swiftlite.serve.bench.measure import ServerResult, Target, describe, measur
 from swiftlite.serve.bench.page import bench_chart, bench_page
 from swiftlite.serve.bench.results import ConcurrencyResult
 from swiftlite.serve.bench.servers import GetServer, all_together, fit_together, one_at_a_time
+from swiftlite.serve.prompt_groups import by_length, group_table, groups_to_json, length_group
 
 DRAWN = ("bench.svg", "bench.html")
 
@@ -51,7 +52,7 @@ def run(args: BenchArgs) -> None:
     info = ENGINES[args.infer_backend]
     # Without bounds of pixels: the server uses those of the model.
     encoder = PromptEncoder.open(ImageArgs(args.media_root), model, tokenizer, info)
-    prompts = load(args, model, encoder)
+    chats, prompts = load(args, model, encoder)
     info.check_temperature(args.temperature)
     stops = stop_token_ids(encoder.template, model.directory)
     sampling = Sampling(args.max_new_tokens, args.temperature, stop_token_ids=stops)
@@ -59,7 +60,7 @@ def run(args: BenchArgs) -> None:
     commands, urls = {}, {}
     for k, (url, port) in zip(numbers, free_urls(len(numbers)), strict=True):
         urls[k] = url
-        commands[k] = deploy.server_command(replace(deploy_args(args, k), port=port), model)
+        commands[k] = deploy.server_command(replace(deploy_args(args, k), port=port, **_counting(args, k)), model)
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
     for log in output_dir.glob("server_*.log"):  # of an earlier run
@@ -71,14 +72,53 @@ def run(args: BenchArgs) -> None:
     with raises_at_sigterm(), start(commands, urls, output_dir) as get:
         groups = _groups(numbers, get, are_together=are_together)
         servers, content = _measure_all(args, groups, len(numbers) + 1, prompts, sampling)
+        content |= _grouped(servers[:-1], chats, prompts)
+        atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
     choices = report.choose_all(servers)
     print(report.table(args, servers, choices))
+    for title, found in _group_tables(content):
+        print(f"\n{title}\n{found}")
     print(report.recommendations(args, choices))
     for warning in report.warnings(choices):
         logger.warning("%s", warning)
     atomic_write(output_dir / "bench.svg", bench_chart(content))
     atomic_write(output_dir / "bench.html", render(bench_page(content)))
     logger.info("wrote %s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
+
+
+def _counting(args: BenchArgs, num_speculative_tokens: int) -> dict[str, Any]:
+    """Return the options of `deploy` with which vLLM counts the drafts of each request; none for other servers."""
+    if args.infer_backend != "vllm" or not num_speculative_tokens:
+        return {}
+    return {"vllm_engine_kwargs": {"per_request_spec_decode_metrics": "summary"} | (args.vllm_engine_kwargs or {})}
+
+
+def _grouped(
+    servers: Sequence[ServerResult], chats: Sequence[Conversation], prompts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return the draft counts of each server by category (channel) and by length of the prompt, if there are several.
+
+    They are those of all rounds at all concurrencies, of servers that count the drafts of each request.
+    """
+    lengths = [length_group(len(prompt)) for prompt in prompts]
+    kinds = {"category": [chat.channel or "" for chat in chats], "prompt_length": lengths}
+    found: dict[str, Any] = {}
+    for kind, names in kinds.items():
+        if len(set(names)) < 2:
+            continue
+        of_kind = found.setdefault(f"by_{kind}", {})
+        for server in servers:
+            if groups := server.draft_groups(names):
+                in_order = sorted(groups, key=by_length if kind == "prompt_length" else None)
+                of_kind[str(server.num_speculative_tokens)] = groups_to_json({name: groups[name] for name in in_order})
+    return found
+
+
+def _group_tables(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a title and a table for each kind of groups and each server."""
+    for kind in ("category", "prompt_length"):
+        for k, found in content.get(f"by_{kind}", {}).items():
+            yield f"{k} draft tokens:", group_table(kind.replace("_", " "), found)
 
 
 def _groups(numbers: Sequence[int], get: GetServer, *, are_together: bool) -> Iterator[list[Target]]:
@@ -146,8 +186,8 @@ def _seconds_of_round(args: BenchArgs, num_measurements: int) -> float | None:
     return args.max_seconds / (num_measurements * args.rounds * len(args.concurrency))
 
 
-def load(args: BenchArgs, model: HfModel, encoder: PromptEncoder) -> list[Sequence[int]]:
-    """Load the prompts as token ids; with images, as `ChatPrompt`.
+def load(args: BenchArgs, model: HfModel, encoder: PromptEncoder) -> tuple[list[Conversation], list[Sequence[int]]]:
+    """Load the conversations, and their prompts as token ids; with images, as `ChatPrompt`.
 
     Raises:
         UserError: there are fewer prompts than the largest concurrency, a prompt leaves no room for an answer, or an
@@ -171,7 +211,7 @@ def load(args: BenchArgs, model: HfModel, encoder: PromptEncoder) -> list[Sequen
                 f"{args.max_new_tokens} exceeds {name} {limit}",
                 "shorten one of them, or remove the row",
             )
-    return prompts
+    return asked, prompts
 
 
 def _as_sent(prompt: Sequence[int], chat: Conversation) -> Sequence[int]:

@@ -22,6 +22,7 @@ from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES
 from swiftlite.serve.bench.results import ConcurrencyResult, Round
 from swiftlite.serve.bench.servers import RunningServer
+from swiftlite.serve.prompt_groups import Groups, add_to
 
 WARM_UP = "warm-up"
 BLOCK_PER_REQUEST = 4
@@ -63,6 +64,18 @@ class ServerResult:
     def of(cls, target: Target) -> "ServerResult":
         """Return the result of a server before its first measurement."""
         return cls(target.num_speculative_tokens, target.running.command, target.running.seconds_to_start)
+
+    def draft_groups(self, names: Sequence[str]) -> Groups:
+        """Return the draft counts of all answers by the name of their prompt's group; empty if the server does not
+        count them.
+        """
+        groups: Groups = {}
+        for result in self.measured:
+            for each in result.rounds:
+                for name, answer in zip(names, each.answers, strict=False):  # --max_seconds sends fewer prompts
+                    if answer.counts is not None:
+                        add_to(groups, name, 1, answer.counts)
+        return groups
 
 
 @dataclass

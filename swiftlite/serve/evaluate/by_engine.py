@@ -7,7 +7,6 @@ from itertools import chain
 from operator import add
 from typing import Any
 
-from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.sample import Sample, make_sample
@@ -15,6 +14,7 @@ from swiftlite.data.template import stop_token_ids
 from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import ImagePrompt, PromptEncoder, most_images, needed_length
 from swiftlite.serve.evaluate.confidence import by_confidence
+from swiftlite.serve.prompt_groups import Groups, add_to, by_length, length_group
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class EngineStats:
         by_channel: for each channel and for "all", the number of prompts (`prompts`) and the draft counts of greedy
             answers (as from `DraftCounts.to_json`).
         drawn_by_channel: the same figures as `by_channel` for sampled answers; empty without sampling.
+        by_category: number of prompts and draft counts of greedy answers by channel, without those of "all".
+        by_length: number of prompts and draft counts of greedy answers, by length of the prompt (`length_group`).
         answers: prompts and greedy answers as samples whose labels are the answers.
         num_speculative_tokens: number of draft tokens per step.
         by_confidence: speed at each draft confidence, from `confidence.by_confidence`; empty if no confidences were
@@ -33,6 +35,8 @@ class EngineStats:
 
     by_channel: dict[str, dict[str, object]]
     drawn_by_channel: dict[str, dict[str, object]]
+    by_category: Groups
+    by_length: Groups
     answers: list[Sample]
     num_speculative_tokens: int
     by_confidence: list[dict[str, Any]]
@@ -72,30 +76,48 @@ def by_engine(
     try:
         drawn: dict[str, dict[str, object]] = {}
         if temperature:  # first, because an engine can reject it
-            drawn, _ = _ask(engine, prompts, replace(greedy, temperature=temperature))
-        counted, answers = _ask(engine, prompts, greedy)
+            drawn = _describe(_ask(engine, prompts, replace(greedy, temperature=temperature)))
+        asked = _ask(engine, prompts, greedy)
         measured = by_confidence(engine, ids, greedy, confidences)
-        return EngineStats(counted, drawn, answers, engine.num_speculative_tokens, measured)
+        categories = {channel: found for channel, found in asked.by_channel.items() if channel}
+        return EngineStats(
+            _describe(asked), drawn, categories, asked.by_length, asked.answers, engine.num_speculative_tokens, measured
+        )
     finally:
         engine.close()
 
 
-def _ask(
-    engine: Engine, prompts: Mapping[str, Sequence[Sequence[int]]], sampling: Sampling
-) -> tuple[dict[str, dict[str, object]], list[Sample]]:
-    """Generate answers, and return the engine's draft counts for each channel and for "all", and the answers."""
-    counts: dict[str, DraftCounts] = {}
+@dataclass(frozen=True)
+class _Asked:
+    """Draft counts by channel ("" for none) and by length of the prompt, and the answers."""
+
+    by_channel: Groups
+    by_length: Groups
+    answers: list[Sample]
+
+
+def _ask(engine: Engine, prompts: Mapping[str, Sequence[Sequence[int]]], sampling: Sampling) -> _Asked:
+    """Generate answers by channel and length of the prompts, and count drafts."""
+    channels: Groups = {}
+    lengths: Groups = {}
     answers: list[Sample] = []
     for channel in sorted(prompts):
-        before = engine.draft_counts()
-        completions = engine.generate(prompts[channel], sampling)
-        counts[channel] = engine.draft_counts().since(before)
-        answers += _samples(prompts[channel], completions, channel or None)
-    described = {ALL: _describe(reduce(add, counts.values()), len(answers))}
-    for channel, found in counts.items():
-        if channel:
-            described[channel] = _describe(found, len(prompts[channel]))
-    return described, answers
+        for length, group in _by_length(prompts[channel]).items():
+            before = engine.draft_counts()
+            completions = engine.generate(group, sampling)
+            found = engine.draft_counts().since(before)
+            add_to(channels, channel, len(group), found)
+            add_to(lengths, length, len(group), found)
+            answers += _samples(group, completions, channel or None)
+    return _Asked(channels, {length: lengths[length] for length in sorted(lengths, key=by_length)}, answers)
+
+
+def _by_length(prompts: Sequence[Sequence[int]]) -> dict[str, list[Sequence[int]]]:
+    """Return the prompts by their `length_group`."""
+    found: dict[str, list[Sequence[int]]] = {}
+    for prompt in prompts:
+        found.setdefault(length_group(len(prompt)), []).append(prompt)
+    return found
 
 
 def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: int) -> dict[str, list[Conversation]]:
@@ -123,5 +145,11 @@ def _samples(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     return samples
 
 
-def _describe(counts: DraftCounts, num_prompts: int) -> dict[str, object]:
-    return {"prompts": num_prompts, **counts.to_json()}
+def _describe(asked: _Asked) -> dict[str, dict[str, object]]:
+    """Return the draft counts for "all" and for each channel, in the format of evaluation.json."""
+    total = reduce(add, (counts for _, counts in asked.by_channel.values()))
+    found: dict[str, dict[str, object]] = {ALL: {"prompts": len(asked.answers), **total.to_json()}}
+    for channel, (number, counts) in asked.by_channel.items():
+        if channel:
+            found[channel] = {"prompts": number, **counts.to_json()}
+    return found

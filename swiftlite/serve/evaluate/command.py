@@ -9,6 +9,7 @@ from swiftlite.acceptance.report import add_compared_engines, named, read_accept
 from swiftlite.acceptance.teacher_forced import ALL, Measured, measure_rows, teacher_forced
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.base.atomic import atomic_write, check_writable
+from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.dataset import Data
 from swiftlite.engines.engine import EngineConfig
@@ -23,21 +24,25 @@ from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.serve.evaluate.by_engine import EngineStats, by_engine
 from swiftlite.serve.evaluate.confidence import confidence_table
-from swiftlite.serve.evaluate.evaluation_rows import load_rows
+from swiftlite.serve.evaluate.evaluation_rows import have_answers, load_questions, load_rows
 from swiftlite.serve.evaluate.over_time import measure_over_time
 from swiftlite.serve.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.serve.evaluate.position_tables import position_tables
 from swiftlite.serve.evaluate.rates import REPLAYED, ModelFigures, compare_with_engine, legend, table
+from swiftlite.serve.evaluate.tasks import measure_tasks
 from swiftlite.serve.evaluate.trunks import Trunk, have_same_tokens, trunk_of, trunk_section, trunk_table
+from swiftlite.serve.prompt_groups import group_table, groups_to_json
 
 
 def run(args: EvaluateArgs) -> None:
-    """Measure the acceptance of a model, or of a running server (`over_time.py`), and print a table.
+    """Measure the acceptance of a model or of a running server (`over_time.py`), or tasks (`tasks.py`).
 
     Raises:
         UserError: rows, a model or a server are invalid, or --output_dir cannot be written.
     """
-    if args.server is not None:
+    if args.tasks:
+        measure_tasks(args)
+    elif args.server is not None:
         measure_over_time(args)
     else:
         _measure_models(args)
@@ -68,18 +73,30 @@ def _measure_models(args: EvaluateArgs) -> None:
     with session() as mesh:
         for name, model in models.items():
             _, data = rows[name]
-            measured[name] = measure_rows(model, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
-            forced = {channel: found.to_json() for channel, found in measured[name].items()}
-            results[name] = {"teacher_forced": _without_walks(forced), "replayed": _walks(forced)}
+            results[name] = {}
+            if data.val:
+                measured[name] = measure_rows(model, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
+                forced = {channel: found.to_json() for channel, found in measured[name].items()}
+                results[name] = {"teacher_forced": _without_walks(forced), "replayed": _walks(forced)}
             if name in served:
-                results[name] |= _compare_with_engine(args, model, served[name], mesh)
-    trunks = _trunks(models, rows, measured)
-    print(f"{table(results)}\n\n{legend(results['model'])}\n\n{trunk_table(trunks)}")
+                results[name] |= _compare_with_engine(args, model, served[name], mesh, is_replayed=len(data.val) > 0)
+    trunks: dict[str, Trunk] = {}
+    print(f"{table(results)}\n\n{legend(results['model'])}")
+    if measured:
+        trunks = _trunks(models, rows, measured)
+        print(f"\n{trunk_table(trunks)}")
+    groups = _groups(served["model"]) if "model" in served else {}
+    for kind, found in groups.items():
+        print(f"\n{group_table(kind, found)}")
     if by_place := position_tables(results):
         print(f"\n{by_place}")
     report: dict[str, dict[str, Any]] = {
-        name: {"directory": names[name], **figures, **trunks[name].to_json()} for name, figures in results.items()
+        name: {"directory": names[name], **figures} for name, figures in results.items()
     }
+    for name, trunk in trunks.items():
+        report[name] |= trunk.to_json()
+    for name, stats in served.items():
+        report[name] |= {f"by_{kind.replace(' ', '_')}": found for kind, found in _groups(stats).items()}
     confidences = []
     if args.draft_confidence:
         confidences = served["model"].by_confidence
@@ -88,11 +105,18 @@ def _measure_models(args: EvaluateArgs) -> None:
         report["model"]["by_draft_confidence"] = confidences
     atomic_write(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
     atomic_write(output_dir / "evaluation.svg", evaluation_chart(results))
-    page = evaluation_page(results, names, trunk_section(trunks), confidences)
+    section = trunk_section(trunks) if trunks else None
+    page = evaluation_page(results, names, section, confidences, groups)
     atomic_write(output_dir / "evaluation.html", render(page))
     if args.acceptance_json:
         add_compared_engines(Path(args.acceptance_json), _counts_of_engine(args, results))
     logger.info("wrote %s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
+
+
+def _groups(stats: EngineStats) -> dict[str, dict[str, Any]]:
+    """Return the counts of an engine by category (channel) and by length of the prompt, if there are several."""
+    kinds = {"category": stats.by_category, "prompt length": stats.by_length}
+    return {kind: groups_to_json(groups) for kind, groups in kinds.items() if len(groups) > 1}
 
 
 def _trunks(
@@ -112,6 +136,19 @@ def _trunks(
 
 
 def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PromptEncoder, Data]:
+    if not have_answers(args.dataset):
+        if args.infer_backend not in ENGINES:
+            problem = f"--dataset {args.dataset[0]}: the rows have no answers"
+            raise UserError(problem, "add --infer_backend vllm, which answers them")
+        return load_questions(
+            model,
+            args.dataset,
+            trust_remote_code=args.trust_remote_code,
+            max_bad_rows=args.max_bad_rows,
+            system=args.system,
+            images=args,
+            info=ENGINES[args.infer_backend],
+        )
     return load_rows(
         model,
         args.dataset,
@@ -147,17 +184,24 @@ def _serve(args: EvaluateArgs, model: HfModel, encoder: PromptEncoder, data: Dat
         )
 
 
-def _compare_with_engine(args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh) -> ModelFigures:
+def _compare_with_engine(
+    args: EvaluateArgs, model: HfModel, served: EngineStats, mesh: Mesh, *, is_replayed: bool
+) -> ModelFigures:
     """Return the draft counts of the engine.
 
     If the engine drafts as many tokens as the heads were trained for, also return the counts of speculative decoding
     simulated on the engine's answers.
+
+    Args:
+        is_replayed: False for questions of benchmarks, which can be too long for one pass in this process.
     """
     engine = args.infer_backend
     counted = served.by_channel
     drawn = {}
     if args.temperature:
         drawn = {named(engine, args.temperature): served.drawn_by_channel}
+    if not is_replayed:
+        return {engine: counted, **drawn}
     if served.num_speculative_tokens > model.heads.drafts:
         logger.info(
             "%s drafts %d tokens, the heads were trained for %d: its answers are not replayed",

@@ -1,17 +1,48 @@
-"""Load rows with answers for one model."""
+"""Load rows for one model: with answers, or only questions."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
+from swiftlite.args.data_file import prepared_files
 from swiftlite.args.fields import ImageArgs
-from swiftlite.data.dataset import Data, load_train_val
+from swiftlite.data.dataset import Data, DataReport, load_prompts, load_train_val
 from swiftlite.data.encoder import ConversationEncoder
-from swiftlite.data.rows.conversation import parse_row
+from swiftlite.data.rows.conversation import Conversation, parse_row
+from swiftlite.data.rows.sources import checked_rows, find_rows
 from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.prompts import PromptEncoder
 from swiftlite.families.resolved import HfModel
+
+
+def have_answers(dataset: Sequence[str]) -> bool:
+    """Return whether the first good row of the files has an answer; questions of benchmarks have none."""
+    first = chain.from_iterable(map(prepared_files, dataset))
+    parse = partial(parse_row, needs_answer=False, no_images=None)
+    for file in map(find_rows, first):
+        for _, row in checked_rows(file, system=None, parse=parse):
+            if isinstance(row, Conversation):
+                return row.answer() is not None
+    return True
+
+
+def load_questions(
+    model: HfModel,
+    dataset: Sequence[str],
+    *,
+    trust_remote_code: bool,
+    max_bad_rows: int,
+    system: str | None,
+    images: ImageArgs,
+    info: EngineInfo,
+) -> tuple[PromptEncoder, Data]:
+    """Load rows without answers, which only an engine can answer. For the arguments, see `load_rows`."""
+    tokenizer = load_tokenizer(model.directory, trust_remote_code)
+    prompts = PromptEncoder.open(images, model, tokenizer, info)
+    chats = load_prompts(dataset, system=system, max_bad_rows=max_bad_rows, no_images=prompts.no_images)
+    return prompts, Data([], [], chats, DataReport(), "")
 
 
 def load_rows(

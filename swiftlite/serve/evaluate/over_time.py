@@ -26,6 +26,7 @@ from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
 from swiftlite.engines.index import ENGINES, names_with
+from swiftlite.engines.info import EngineInfo
 from swiftlite.report.table import text_table
 
 FILE = "acceptance_over_time.jsonl"
@@ -119,14 +120,9 @@ def read_server(server: str) -> Reading:
     Raises:
         UserError: the server does not respond, is not a server of a supported engine, or does not draft.
     """
-    text = _get_metrics(server)
-    engine = next((info for info in ENGINES.values() if _has_metrics_of(info.metrics_prefix, text)), None)
-    supported = " or ".join(ENGINES[name].label for name in names_with("draft_counts"))
-    if engine is None:
-        raise UserError(
-            f"--server {server}: /metrics has no metrics of an engine",
-            f"give the address of a server of {supported} that runs without disable_log_stats",
-        )
+    text = get_metrics(server)
+    engine = engine_of(server, text)
+    supported = _supported()
     if not engine.draft_counts:
         raise UserError(
             f"--server {server} is a server of {engine.label}, which is not supported",
@@ -147,7 +143,30 @@ def read_server(server: str) -> Reading:
     return Reading(datetime.now(UTC).replace(microsecond=0), server, _start_time(text), counts)
 
 
-def _get_metrics(server: str) -> str:
+def engine_of(server: str, text: str) -> EngineInfo:
+    """Return the engine of a server.
+
+    Args:
+        text: the text of its /metrics.
+
+    Raises:
+        UserError: it is not a server of an engine.
+    """
+    for info in ENGINES.values():
+        if _has_metrics_of(info.metrics_prefix, text):
+            return info
+    raise UserError(
+        f"--server {server}: /metrics has no metrics of an engine",
+        f"give the address of a server of {_supported()} that runs without disable_log_stats",
+    )
+
+
+def _supported() -> str:
+    """Return the names of the engines whose servers count drafts."""
+    return " or ".join(ENGINES[name].label for name in names_with("draft_counts"))
+
+
+def get_metrics(server: str) -> str:
     """Return the text of /metrics.
 
     Raises:

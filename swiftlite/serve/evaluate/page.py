@@ -12,6 +12,7 @@ from swiftlite.report.page import Figure, Page, Section, Table, Tile
 from swiftlite.serve.evaluate.confidence import COLUMNS, confidence_rows
 from swiftlite.serve.evaluate.position_tables import position_sections
 from swiftlite.serve.evaluate.rates import REPLAYED, ModelFigures, describe, num_rows, rates
+from swiftlite.serve.prompt_groups import group_columns, group_rows
 
 METHODS = {
     "teacher_forced": "Share of labels where a head predicts the same token as its trunk.",
@@ -25,6 +26,7 @@ def evaluation_page(
     directories: Mapping[str, str],
     trunks: Section | None = None,
     confidences: Sequence[Mapping[str, Any]] = (),
+    groups: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> Page:
     """Return the page of an evaluation.
 
@@ -33,6 +35,7 @@ def evaluation_page(
         directories: paths or names of the models, by the keys of `results`.
         trunks: section about the trunks, from `trunks.trunk_section`.
         confidences: speed at each draft confidence, from `confidence.by_confidence`; empty if not measured.
+        groups: by kind of group, the result of `prompt_groups.groups_to_json`.
     """
     methods = list(results["model"])
     tiles = []
@@ -56,6 +59,9 @@ def evaluation_page(
     if confidences:
         table = Table("Speed on the same prompts", COLUMNS, confidence_rows(confidences))
         sections.append(Section("Confidence threshold", "Speed at values of --draft_confidence.", tables=[table]))
+    if groups:
+        tables = [Table(f"By {kind}", group_columns(kind, found), group_rows(found)) for kind, found in groups.items()]
+        sections.append(Section("Groups of prompts", "Drafts that the engine accepted.", tables=tables))
     lead = f"Acceptance of the heads of {directories['model']}"
     if "baseline" in directories:
         lead += f", compared with {directories['baseline']}"

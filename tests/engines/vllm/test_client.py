@@ -26,6 +26,10 @@ def test_an_answer_of_the_openai_route():
     events = [(seconds, {"choices": [{"text": text}], "usage": None}) for seconds, text in pieces]
     events.append((0.5, {"choices": [], "usage": {"completion_tokens": 4}}))
     assert read_answer(events) == Answer("abc", 4, 0.1, 0.4)
+    # 3 steps accepted no draft, 2 steps one, and 1 step both.
+    counted = {"acceptance_histogram": [3, 2, 1], "num_spec_steps": 6, "num_draft_tokens": 12}
+    events[-1][1]["metrics"] = {"speculative_decoding": counted}
+    assert read_answer(events).counts == DraftCounts(6, 12, (3, 1))
 
 
 def test_vllm_counts_over_all_its_engines():

@@ -26,7 +26,7 @@ def test_prompts_that_cannot_be_sent(tmp_path):
     rows.write_text("".join(json.dumps({"query": f"What is {n}?"}) + "\n" for n in range(3)))
 
     def prompts(**options):
-        return load(BenchArgs(val_dataset=[str(rows)], **options), model, encoder)
+        return load(BenchArgs(val_dataset=[str(rows)], **options), model, encoder)[1]
 
     assert len(prompts(concurrency=[1, 2], max_prompts=2)) == 2
     with pytest.raises(UserError, match=naming("--concurrency 4 --val_dataset 3")):
@@ -50,7 +50,7 @@ def test_prompts_with_images(tmp_path):
 
     def prompts(backend: str):
         encoder = PromptEncoder.open(ImageArgs(str(images)), model, tokenizer, ENGINES[backend])
-        return load(BenchArgs(val_dataset=[str(rows)], concurrency=[1]), model, encoder)
+        return load(BenchArgs(val_dataset=[str(rows)], concurrency=[1]), model, encoder)[1]
 
     text, image = prompts("vllm")
     assert isinstance(text, list)

@@ -1,0 +1,217 @@
+"""Serve the transformers engine: completions and chats in OpenAI's format, one request at a time.
+
+    python -m swiftlite.engines.transformers.serve MODEL --port 8000 ...
+
+`server.py` builds this command. Answers are not streamed. A stop text ends an answer after its generation.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from swiftlite.base.errors import UserError
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.engines.engine import EngineConfig, Sampling
+from swiftlite.engines.ngram import ngrams_of
+from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.metrics import Generation
+from swiftlite.engines.transformers.engine import TransformersEngine
+from swiftlite.engines.transformers.server import metrics_text
+from swiftlite.families.resolved import HfModel
+
+MAX_TOKENS = 16
+"""Default of OpenAI's completions."""
+MAX_BYTES = 16_000_000
+"""Maximum size of a request."""
+
+
+class Service:
+    """The routes of the server."""
+
+    def __init__(self, engine: TransformersEngine, template: ChatTemplate, name: str, model: HfModel):
+        self._engine = engine
+        self._template = template
+        self._name = name
+        self._stops = stop_token_ids(template, model.directory)
+        self._vocab_size = model.config["vocab_size"]
+        self._generation = Generation(0, 0.0)
+        self._turn = asyncio.Lock()
+
+    def app(self) -> web.Application:
+        """Return the application with all routes."""
+        app = web.Application(client_max_size=MAX_BYTES)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", _checked(self.completions))
+        app.router.add_post("/v1/chat/completions", _checked(self.chat))
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        counts = self._engine.draft_counts() if self._engine.num_speculative_tokens else None
+        return web.Response(text=metrics_text(counts, self._generation))
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self._name, "object": "model"}]})
+
+    async def completions(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Complete prompts; with `echo` and `logprobs`, also return the log-probabilities of the prompts."""
+        prompts = content.get("prompt")
+        if not prompts:
+            raise ValueError("prompt is missing or empty")
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        choices = []
+        for index, prompt in enumerate(prompts):
+            ids = self._template.tokenize(prompt) if isinstance(prompt, str) else list(map(int, prompt))
+            choice = await self._complete(ids, content)
+            prefix: list[int] = ids if content.get("echo") else []
+            text = self._template.decode(prefix) + choice["text"]
+            log_p = None
+            if content.get("logprobs") is not None:
+                log_p = await self._log_probabilities(ids, choice, is_echo=bool(content.get("echo")))
+            choices.append(
+                {"index": index, "text": text, "logprobs": log_p, "finish_reason": choice["finish_reason"]}
+                | {"usage": choice["usage"]}
+            )
+        return self._answer("text_completion", choices)
+
+    async def chat(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Answer the last turn of a conversation."""
+        ids = self._template.encode_prompt(content["messages"], content.get("tools"))
+        choice = await self._complete(ids, content | {"max_tokens": _max_tokens(content, self._engine.max_length)})
+        message = {"role": "assistant", "content": choice["text"]}
+        choices = [{"index": 0, "message": message, "finish_reason": choice["finish_reason"], "usage": choice["usage"]}]
+        return self._answer("chat.completion", choices)
+
+    async def _complete(self, ids: list[int], content: dict[str, Any]) -> dict[str, Any]:
+        for token in ids:
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"token {token} has no embedding")
+        temperature = content.get("temperature")
+        sampling = Sampling(
+            _max_tokens(content, MAX_TOKENS),
+            1.0 if temperature is None else float(temperature),
+            float(content.get("top_p") or 1.0),
+            int(content.get("seed") or 0),
+            stop_token_ids=self._stops,
+            log_p=True,
+        )
+        begin = time.perf_counter()
+        async with self._turn:
+            (completion,) = await asyncio.to_thread(self._engine.generate, [ids], sampling)
+        seconds = time.perf_counter() - begin
+        self._generation = Generation(
+            self._generation.tokens + len(completion.token_ids), self._generation.seconds + seconds
+        )
+        generated: Any = self._template.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        text = generated
+        for stop in _stops(content):
+            text = text.partition(stop)[0]
+        reason = "stop" if text != generated else completion.finish_reason
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(completion.token_ids)}
+        return {
+            "text": text,
+            "finish_reason": reason,
+            "usage": usage,
+            "ids": completion.token_ids,
+            "log_p": completion.log_p,
+        }
+
+    async def _log_probabilities(self, ids: list[int], choice: dict[str, Any], *, is_echo: bool) -> dict[str, Any]:
+        """Return the log-probabilities of the tokens and, for a prompt, of the most likely tokens at their places."""
+        own: list[float | None] = list(choice["log_p"])
+        names: list[Any] = list(self._template.tokenizer.convert_ids_to_tokens(choice["ids"]))
+        top: list[dict[str, float | None] | None] = [{name: value} for name, value in zip(names, own, strict=True)]
+        if is_echo:
+            async with self._turn:
+                likely, of_likely, of_prompt = await asyncio.to_thread(self._engine.prompt_log_p, ids)
+            tokens: list[Any] = list(self._template.tokenizer.convert_ids_to_tokens(ids))
+            best: list[Any] = list(self._template.tokenizer.convert_ids_to_tokens(likely))
+            at_places = zip(tokens[1:], of_prompt, best, of_likely, strict=True)
+            names = tokens + names
+            own = [None, *of_prompt, *own]
+            top = [None, *({token: its, most: largest} for token, its, most, largest in at_places), *top]
+        return {"tokens": names, "token_logprobs": own, "top_logprobs": top}
+
+    def _answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        usages = [choice.pop("usage") for choice in choices]
+        usage = {key: sum(each[key] for each in usages) for key in ("prompt_tokens", "completion_tokens")}
+        usage["total_tokens"] = sum(usage.values())
+        return {"object": kind, "model": self._name, "created": int(time.time()), "choices": choices, "usage": usage}
+
+
+def _max_tokens(content: dict[str, Any], default: int) -> int:
+    number = content.get("max_completion_tokens", content.get("max_tokens"))
+    if number is None:
+        return default
+    if int(number) < 1:
+        raise ValueError(f"max_tokens {number} is below 1")
+    return int(number)
+
+
+def _stops(content: dict[str, Any]) -> list[str]:
+    stops = content.get("stop") or []
+    if isinstance(stops, str):
+        stops = [stops]
+    return [stop for stop in stops if stop]
+
+
+def _checked(answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Callable[[web.Request], Any]:
+    """Return a handler that responds with status 400 to invalid requests."""
+
+    async def respond(request: web.Request) -> web.Response:
+        try:
+            content = await request.json()
+            if content.get("stream"):
+                raise ValueError("answers are not streamed")
+            return web.json_response(await answer(content))
+        except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            problem = {"message": str(error) or type(error).__name__, "type": "invalid_request_error"}
+            return web.json_response({"error": problem}, status=400)
+
+    return respond
+
+
+def main(argv: list[str]) -> None:
+    """Load the model and serve it until the process is stopped."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--served-model-name", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--torch-dtype", default="bfloat16")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--num-speculative-tokens", type=int, default=0)
+    parser.add_argument("--speculative")
+    args = parser.parse_args(argv)
+    model = resolve_served(args.model)
+    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    config = EngineConfig(
+        model,
+        args.torch_dtype,
+        args.trust_remote_code,
+        args.num_speculative_tokens,
+        args.max_model_len,
+        ngrams=ngrams_of(args.speculative),
+    )
+    service = Service(TransformersEngine(config), template, args.served_model_name, model)
+    web.run_app(service.app(), host=args.host, port=args.port, print=None, handle_signals=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"swiftlite: {error}")

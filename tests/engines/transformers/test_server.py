@@ -1,0 +1,141 @@
+"""Test the server of the transformers engine: completions, chats, log-probabilities and metrics."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from aiohttp.test_utils import TestClient, TestServer
+from transformers import AutoModelForCausalLM
+
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.engines.engine import EngineConfig, Sampling
+from swiftlite.engines.transformers.engine import TransformersEngine
+from swiftlite.engines.transformers.serve import Service
+from swiftlite.engines.transformers.server import read_draft_counts, read_generation
+from swiftlite.families.resolved import HfModel, resolve
+from tests.tiny import make_tiny_hf
+
+PROMPT = [5, 9, 17, 33, 12, 8]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> HfModel:
+    return resolve(make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", "qwen3", depth=2, with_tokenizer=True))
+
+
+def engine_of(model: HfModel, num_tokens: int = 2) -> TransformersEngine:
+    return TransformersEngine(EngineConfig(model, "float32", num_speculative_tokens=num_tokens))
+
+
+def with_client(model: HfModel, use: Callable[[TestClient], Awaitable[Any]], num_tokens: int = 2) -> Any:
+    """Return the result of `use` for a client of the server."""
+    template = ChatTemplate(load_tokenizer(model.directory))
+    service = Service(engine_of(model, num_tokens), template, "tiny", model)
+
+    async def run() -> Any:
+        async with TestClient(TestServer(service.app())) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def answer(model: HfModel, path: str, num_tokens: int = 2, **content: Any) -> tuple[int, Any]:
+    async def use(client: TestClient) -> tuple[int, Any]:
+        async with client.post(path, json=content) as response:
+            return response.status, await response.json()
+
+    return with_client(model, use, num_tokens)
+
+
+def test_log_probabilities_are_those_of_transformers(model):
+    """Those of the prompt have vLLM's format, which lm-eval reads: none for the first token, and the generated token
+    last."""
+    status, content = answer(
+        model, "/v1/completions", prompt=[PROMPT], echo=True, logprobs=1, max_tokens=1, temperature=0
+    )
+    assert status == 200
+    (choice,) = content["choices"]
+    trunk: Any = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
+    with torch.no_grad():
+        log_p = trunk(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    found = choice["logprobs"]
+    assert found["token_logprobs"][0] is None
+    expected = [float(log_p[place, token]) for place, token in enumerate(PROMPT[1:])]
+    assert found["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-5)  # of float32
+    best = [float(value) for value in log_p.max(-1).values]
+    assert [max(top.values()) for top in found["top_logprobs"][1:]] == pytest.approx(best, abs=1e-5)
+    assert found["token_logprobs"][-1] == pytest.approx(best[-1], abs=1e-5)
+    assert content["usage"] == {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
+
+
+def test_answers_and_metrics_are_those_of_the_engine(model):
+    stops = stop_token_ids(ChatTemplate(load_tokenizer(model.directory)), model.directory)
+    engine = engine_of(model)
+    (completion,) = engine.generate([PROMPT], Sampling(20, stop_token_ids=stops))
+
+    async def use(client: TestClient) -> tuple[Any, str]:
+        async with client.post(
+            "/v1/completions", json={"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+        ) as response:
+            content = await response.json()
+        async with client.get("/metrics") as response:
+            return content, await response.text()
+
+    content, text = with_client(model, use)
+    assert content["choices"][0]["text"] == load_tokenizer(model.directory).decode(
+        completion.token_ids, skip_special_tokens=True
+    )
+    assert read_draft_counts(text) == engine.draft_counts()
+    assert read_generation(text).tokens == len(completion.token_ids)
+    assert read_generation(text).seconds > 0
+    _, plain = with_client(model, use, num_tokens=0)
+    assert read_draft_counts(plain) is None
+
+
+def test_a_chat_is_a_completion_of_its_template(model):
+    messages = [{"role": "user", "content": "word1 number2"}]
+    ids = ChatTemplate(load_tokenizer(model.directory)).encode_prompt(messages)
+    _, completed = answer(model, "/v1/completions", prompt=ids, max_tokens=8, temperature=0)
+    _, chatted = answer(model, "/v1/chat/completions", messages=messages, max_tokens=8, temperature=0)
+    assert chatted["choices"][0]["message"] == {"role": "assistant", "content": completed["choices"][0]["text"]}
+
+
+def test_a_stop_text_ends_an_answer(model):
+    _, whole = answer(model, "/v1/completions", prompt=PROMPT, max_tokens=20, temperature=0)
+    text = whole["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:2]
+    _, cut = answer(model, "/v1/completions", prompt=PROMPT, max_tokens=20, temperature=0, stop=[stop])
+    assert cut["choices"][0]["text"] == text[: text.index(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [10**9]}, "1000000000"),
+        ({"prompt": [-1]}, "-1"),
+        ({"prompt": PROMPT, "stream": True}, "streamed"),
+        ({"prompt": PROMPT * 1000}, "6000"),
+        ({"prompt": PROMPT, "max_tokens": "x"}, "x"),
+        ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_invalid_requests_are_refused(model, content, word):
+    status, found = answer(model, "/v1/completions", **content)
+    assert status == 400
+    assert word in json.dumps(found)
+
+
+def test_routes_of_the_server(model):
+    async def use(client: TestClient) -> tuple[int, Any, int]:
+        async with client.get("/health") as health, client.get("/v1/models") as models, client.get("/no") as other:
+            return health.status, await models.json(), other.status
+
+    health, models, other = with_client(model, use)
+    assert (health, other) == (200, 404)
+    assert [each["id"] for each in models["data"]] == ["tiny"]
