@@ -82,8 +82,7 @@ def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, numb
             ("TransformersEngine._complete", 4, ()),  # before the first step
             ("TransformersEngine._complete", 12, ("checkpoint-2",)),
             ("RewardProcess._call", 3, ("checkpoint-2",)),
-        ],
-        ("TransformersEngine._complete", 12, ("checkpoint-2",)),
+        ]
     ),
 )
 def test_a_signal_ends_a_generation(words, unbroken, function, number, checkpoints, tmp_path):
@@ -105,6 +104,7 @@ def test_a_signal_ends_a_generation(words, unbroken, function, number, checkpoin
             assert found["checkpoints"][name] == digest
 
 
+@pytest.mark.slow  # tests/parallel/test_signals.py: an evaluation of two ranks
 def test_a_signal_ends_an_evaluation(words, unbroken, tmp_path):
     """Its step is saved, and the resumed run repeats the evaluation."""
     at = SignalAtCall("HeldOutPrompts.draw", 2, signal.SIGTERM)
