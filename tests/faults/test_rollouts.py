@@ -104,7 +104,6 @@ def test_a_signal_ends_a_generation(words, unbroken, function, number, checkpoin
             assert found["checkpoints"][name] == digest
 
 
-@pytest.mark.slow  # tests/parallel/test_signals.py: an evaluation of two ranks
 def test_a_signal_ends_an_evaluation(words, unbroken, tmp_path):
     """Its step is saved, and the resumed run repeats the evaluation."""
     at = SignalAtCall("HeldOutPrompts.draw", 2, signal.SIGTERM)
