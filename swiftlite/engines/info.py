@@ -6,8 +6,8 @@ used.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,6 +85,8 @@ class EngineInfo:
             engine; "" if the engine has no server.
         draft_counts: name of the function that maps the text of /metrics to the server's `DraftCounts`, or to None if
             the server does not draft. If "", `evaluate --server` does not support the engine.
+        counts_per_request: keyword arguments of the engine with which its server counts the drafts of each request;
+            empty if it always does.
         generation: name of the function that maps the text of /metrics to the server's `Generation`. If "",
             `evaluate --tasks` does not support the engine; its server must return log-probabilities of prompts.
         dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`; it is called in a subprocess. If
@@ -134,6 +136,7 @@ class EngineInfo:
     client: str = ""
     metrics_prefix: str = ""
     draft_counts: str = ""
+    counts_per_request: Mapping[str, Any] = field(default_factory=dict)
     generation: str = ""
     dry_load: str = ""
     file_report: str = ""

@@ -71,7 +71,7 @@ def test_questions_are_evaluated_with_an_engine(model, tmp_path, capsys):
     rows = [
         {"question_id": 0, "category": "coding", "turns": ["word1 number2"]},
         {"question_id": 1, "category": "math", "turns": ["word3 number4"]},
-        {"question_id": 2, "category": "math", "turns": ["word3 number4 " * 120]},
+        {"question_id": 2, "category": "math", "turns": ["word3 number4 " * 70]},
     ]
     file = tmp_path / "question.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

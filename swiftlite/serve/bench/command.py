@@ -87,10 +87,11 @@ def run(args: BenchArgs) -> None:
 
 
 def _counting(args: BenchArgs, num_speculative_tokens: int) -> dict[str, Any]:
-    """Return the options of `deploy` with which vLLM counts the drafts of each request; none for other servers."""
-    if args.infer_backend != "vllm" or not num_speculative_tokens:
+    """Return the options of `deploy` with which the server counts the drafts of each request, if it needs any."""
+    info = ENGINES[args.infer_backend]
+    if not info.counts_per_request or not num_speculative_tokens:
         return {}
-    return {"vllm_engine_kwargs": {"per_request_spec_decode_metrics": "summary"} | (args.vllm_engine_kwargs or {})}
+    return {info.kwargs_option: {**info.counts_per_request, **(vars(args)[info.kwargs_option] or {})}}
 
 
 def _grouped(

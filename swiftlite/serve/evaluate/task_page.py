@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.report.figure import Bars, draw_bars, share
+from swiftlite.report.figure import Bars, draw_bars
 from swiftlite.report.page import Page, Section, Table, Tile
 from swiftlite.report.table import text_table
 from swiftlite.serve.evaluate.task_results import Score, TaskRun
@@ -123,8 +123,12 @@ def _speed_cells(compared: Compared) -> list[str]:
         without = compared.without_drafts.tokens_per_second
     if compared.accepted:
         per_step = 1 + sum(compared.accepted)
-    accepted = ", ".join(map(share, compared.accepted)) or "-"
-    return [share(compared.equal_share), accepted, *map(_decimal, (per_step, with_drafts, without))]
+    accepted = ", ".join(map(_percent, compared.accepted)) or "-"
+    return [_percent(compared.equal_share), accepted, *map(_decimal, (per_step, with_drafts, without))]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _decimal(value: float | None) -> str:

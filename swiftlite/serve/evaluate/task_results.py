@@ -36,7 +36,8 @@ class Score:
         difference = self.value - other.value
         if self.stderr is None or other.stderr is None:
             return difference, False
-        return difference, abs(difference) < _STANDARD_ERRORS * math.hypot(self.stderr, other.stderr)
+        limit = _STANDARD_ERRORS * math.hypot(self.stderr, other.stderr)
+        return difference, abs(difference) < limit or not difference
 
 
 @dataclass(frozen=True)
