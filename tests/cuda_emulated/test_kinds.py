@@ -57,6 +57,7 @@ SLOW = (
     "heads_only kl, not fused",
     "cached trunk states",  # three epochs; "streamed trunk" writes and reads such states too
     "unrolled",
+    "unrolled packed",
     "images",
     "recomputed selectively",
     "saved asynchronously",
