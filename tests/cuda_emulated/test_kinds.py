@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cuda_emulated import library, worker
 from tests.cuda_emulated.kinds import FLOAT32_BOUND, KINDS, STEPS, bound_of, loss_pairs, write_inputs
@@ -58,6 +57,7 @@ SLOW = (
     "heads_only kl, not fused",
     "cached trunk states",  # three epochs; "streamed trunk" writes and reads such states too
     "unrolled",
+    "unrolled packed",
     "images",
     "recomputed selectively",
     "saved asynchronously",
@@ -89,7 +89,7 @@ def results(request, tmp_path_factory) -> Callable[[str, str], Found]:
     for first in range(devices):
         words = ["-m", "tests.cuda_emulated.worker", "emulated", directory, *names[first::devices]]
         processes.append(subprocess.Popen([sys.executable, *words], env=environment))
-    cpu = forkserver().Process(target=compute_on_cpu, args=(directory, names))
+    cpu = forkserver().Process(target=worker.compute_on_cpu, args=(directory, names))
     cpu.start()
     try:
         codes = [process.wait(timeout=900) for process in processes]
@@ -106,11 +106,6 @@ def forked_command(words: list[str], directory: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     running = start_swiftlite(words, directory, [environment], directory / "drawn.out", directory / "drawn.err")
     assert running.wait(300) == 0, running.communicate()
-
-
-def compute_on_cpu(directory: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    worker.main("cpu", directory, names)
 
 
 @pytest.fixture
