@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from swiftlite.args import bounds
+from swiftlite.args.fields import LrDecayStyle
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
@@ -48,8 +49,9 @@ class PolicyArgs:
     truncated, or their tokens are masked; sequence: one weight for each completion."""
     rollout_importance_sampling_threshold: bounds.PositiveFloat = 2.0
     """Threshold of --rollout_importance_sampling_mode."""
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "constant"
-    """Shape of the learning-rate decay."""
+    lr_decay_style: LrDecayStyle = "constant"
+    """Shape of the learning-rate decay. inverse-square-root: falls with 1 / sqrt(step) after the warmup. WSD: constant,
+    then the decay of --lr_wsd_decay_style over the last steps."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,9 @@ class RolloutArgs(CompletionArgs):
     """Number of optimizer steps on the completions of one generation, each with --global_batch_size completions."""
     num_iterations: bounds.PositiveInt = 1
     """Number of passes over the completions of a generation."""
+    log_completions: bool = False
+    """Send the completions of each generation as a table to wandb, swanlab and trackio (--report_to): prompt,
+    completion, scores of the reward functions and advantage. SwanLab requires pyecharts."""
     dynamic_sample: bool = False
     """Replace the completions of a prompt whose rewards do not differ by those of a further prompt (DAPO)."""
     max_resample_times: bounds.PositiveInt = 3

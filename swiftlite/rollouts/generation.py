@@ -95,6 +95,10 @@ class Generation:
     def __len__(self) -> int:
         return len(self.completion_lengths)
 
+    def prompts(self) -> list[list[int]]:
+        """Return the token ids of the prompt of each completion."""
+        return [self.prompt_ids[prompt].tolist() for prompt in _slices(self.prompt_lengths)]
+
     def completions(self) -> list[list[int]]:
         """Return the token ids of each completion."""
         return [self.completion_ids[completion].tolist() for completion in _slices(self.completion_lengths)]

@@ -346,6 +346,15 @@ def optimizer_is_installed(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield "--optimizer adamw_8bit requires torchao, which is not installed", "pip install torchao"
 
 
+def optimizer_has_whole_matrices(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    """megatron-core refuses its own Muon with a distributed optimizer as well (optimizer/muon.py:184 of 0.16.1)."""
+    if args.optimizer == "muon" and args.use_distributed_optimizer:
+        yield (
+            "--optimizer muon does not support --use_distributed_optimizer true, which divides matrices",
+            "remove --use_distributed_optimizer, or use --optimizer adamw",
+        )
+
+
 def optimizer_can_be_offloaded(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.optimizer_cpu_offload and args.optimizer != "adamw":
         yield (

@@ -54,6 +54,7 @@ from swiftlite.train.bad_steps import BadSteps
 from swiftlite.train.batches.exchange import gather
 from swiftlite.train.batches.micro_batches import Batches, MicroBatches, SampleRows
 from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, reads
+from swiftlite.train.best_model import BestModel
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
@@ -376,6 +377,7 @@ def make_trainer(
         consumed=state.consumed,
         lacks_evaluation=run.is_first_rank and phases.lacks_evaluation(run, state.step),
         evaluate_more=batches.evaluate,
+        table=batches.table,
         release=batches.release,
         after_step=hand_out,
         seed=args.seed,
@@ -383,6 +385,7 @@ def make_trainer(
             group_of(args, ProfilingArgs), run.output_dir, dist.get_rank(), is_cuda=run.mesh.device.is_cuda
         ),
         restart_clock=make_restart_clock(is_first_rank=run.is_first_rank),
+        best=BestModel.of(args, state.step, is_first_rank=run.is_first_rank),
     )
 
 

@@ -219,6 +219,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "mtp_lr": no_heads,
         "soft_cache_length": no_length,
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
+        "log_completions": (not {*_WITH_TABLES} & {*args.report_to}, "--report_to has no tracker with tables"),
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
         **dict.fromkeys(_OF_DRAWING, stored),
         **dict.fromkeys(("eval_steps", "eval_iters"), stored),
@@ -227,6 +228,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     yield from common.without_effect(args, idle)
 
 
+_WITH_TABLES = ("wandb", "swanlab", "trackio")
 _OF_REWARDS = ("external_plugins", "advantage_estimator", "scale_rewards")
 _OF_DRAWING = ("reward_funcs", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
 _OF_DRAWING += ("max_resample_times", "draft_schedule")

@@ -12,6 +12,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.methods.index import method_of
 from swiftlite.train.methods.conversations import LoadData, MakeEncoder, conversation_prompts, load_data
+from swiftlite.train.metrics.trackers import Table
 from swiftlite.train.objective import Objective
 from swiftlite.train.phases import Run
 
@@ -33,6 +34,7 @@ class TrainBatches:
         evaluate: returns further metrics of held-out rows, named `eval_...`, given the number of completed steps. It is
             called on all ranks, and may raise `Stopped` on all of them. None: there are none.
         release: ends processes that the other functions use.
+        table: returns a table for trackers about the step that `get` was called for last, on the first rank.
     """
 
     get: Callable[[int], Sequence[Batch]]
@@ -40,6 +42,7 @@ class TrainBatches:
     sources_of: Callable[[int], Sequence[str]] = lambda step: ()
     evaluate: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
+    table: Callable[[int], Table | None] = lambda step: None
 
 
 @dataclass(frozen=True)
