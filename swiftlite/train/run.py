@@ -320,6 +320,20 @@ def check_same_base(args: SftArgs, hf_model: HfModel, checkpoint: Path | None) -
         )
 
 
+def make_checkpointer(run: phases.Run, state: CheckpointState, copies: Copies | None) -> Checkpointer:
+    """Return the checkpointer of a restored run."""
+    return Checkpointer(
+        run.output_dir,
+        run.mesh,
+        run.train_state.chunks,
+        run.train_state.optimizer,
+        phases.state_of(run, state.base),
+        keep=run.args.save_total_limit,
+        is_async=run.args.async_save,
+        copies=copies,
+    )
+
+
 def make_trainer(
     run: phases.Run,
     state: CheckpointState,
@@ -336,16 +350,7 @@ def make_trainer(
     batches = open_train_batches(run, state)
     wait_for_ranks("opening the rows")  # a resumed stream skips those that it has read
     evaluates_rows = method_of(args).evaluates_rows
-    checkpointer = Checkpointer(
-        run.output_dir,
-        run.mesh,
-        train_state.chunks,
-        train_state.optimizer,
-        phases.state_of(run, state.base),
-        keep=args.save_total_limit,
-        is_async=args.async_save,
-        copies=copies,
-    )
+    checkpointer = make_checkpointer(run, state, copies)
     checkpointer.clean_up()
     metric_loggers = []
     if run.is_first_rank:
