@@ -6,7 +6,7 @@ from typing import Any, Literal
 from swiftlite.args import bounds
 from swiftlite.args.fields import LrDecayStyle
 
-PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo"]
+PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo", "sapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 AdvantageEstimator = Literal["grpo", "rloo"]
@@ -20,7 +20,7 @@ class PolicyArgs:
     loss_type: PolicyLoss = "dapo"
     """How token losses are averaged, by TRL's names. dapo: over the tokens of the batch. grpo: over the tokens of each
     completion, then over completions. dr_grpo: over completions, divided by --max_completion_length. cispo: like dapo,
-    with clipped importance weights instead of clipped losses."""
+    with clipped importance weights instead of clipped losses. sapo: like grpo, with a smooth gate instead of clips."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
     """token: a probability ratio for each token. sequence: one ratio for each completion (GSPO)."""
     epsilon: bounds.ProperFraction = 0.2
@@ -31,6 +31,13 @@ class PolicyArgs:
     delta: bounds.PositiveFloat | None = None
     """Upper bound of ratios also where the advantage is negative (two-sided clipping); above 1 + --epsilon_high.
     Default: no bound."""
+    sapo_temperature_pos: bounds.PositiveFloat = 1.0
+    """With --loss_type sapo: steepness of the gate for tokens with positive advantages."""
+    sapo_temperature_neg: bounds.PositiveFloat = 1.05
+    """The same for other tokens."""
+    overlong_filter: bool = False
+    """Do not train on completions that reach --max_completion_length (TRL: mask_truncated_completions). Their rewards
+    still count in the advantages of their group."""
     beta: bounds.NonNegativeFloat = 0.0
     """Weight of the KL divergence from --ref_model."""
     use_bias_correction_kl: bool = True

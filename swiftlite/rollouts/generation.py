@@ -121,6 +121,18 @@ class Generation:
             samples.append(with_images_of(sample, prompts[number]) if prompts else sample)
         return samples
 
+    def trained_samples(self, samples: Sequence[Sample], *, overlong_filter: bool) -> list[Sample]:
+        """Return the samples with which a step is trained: with a filter, truncated completions have no labels."""
+        if not overlong_filter:
+            return list(samples)
+        trained = []
+        for sample, is_truncated in zip(samples, self.is_truncated, strict=True):
+            if is_truncated:
+                nothing = np.full_like(sample.labels, IGNORED)
+                sample = replace(sample, labels=nothing, loss_scale=np.zeros_like(sample.loss_scale))
+            trained.append(sample)
+        return trained
+
     def _sample(self, number: int, prompt_ids: np.ndarray, completion: slice) -> Sample:
         ids = np.concatenate([prompt_ids, self.completion_ids[completion]])
         is_completion = np.arange(len(ids)) >= len(prompt_ids)

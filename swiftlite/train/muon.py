@@ -31,7 +31,7 @@ RMS_OF_ADAMW = 0.2
 
 @dataclass(frozen=True)
 class Matrix:
-    """How ranks hold a matrix, and which of its rows are separate matrices.
+    """The distribution of a matrix over ranks, and the rows that are separate matrices.
 
     Attributes:
         group: the ranks that hold parts of it; None if this rank holds it as a whole.
