@@ -152,6 +152,9 @@ class DataArgs:
     """Held-out files or datasets on the hub. Default: a part of --dataset, see --split_dataset_ratio."""
     split_dataset_ratio: bounds.ProperFraction = 0.05
     """Share of --dataset that is held out for evaluation without --val_dataset; 0 holds out nothing."""
+    columns: dict[str, str] | None = None
+    """JSON: new names of columns of the rows, such as {"problem": "query", "solution": "response"}. Other columns keep
+    their names."""
     truncation_strategy: TruncationStrategy = "delete"
     """Treatment of samples longer than --max_length: delete them, truncate left or right, or stop with an error. split
     is for megatron pt."""

@@ -117,7 +117,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     check_supported(args, mesh, hf_model, training)
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code, args.chat_template_kwargs)
     vocab_size = hf_model.config["vocab_size"]
-    encoder = training.make_encoder(args, tokenizer, hf_model)
+    encoder = training.encoder(args, tokenizer, hf_model)
     check_first_rows(args, encoder)
     data = training.load(args, encoder, vocab_size)
     wait_for_ranks("reading and tokenizing rows")

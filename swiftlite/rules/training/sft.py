@@ -249,6 +249,7 @@ RULES = (
     common.hf_model_is_a_directory,
     common.family_takes_the_model,
     sft_data.dataset_files_exist,
+    sft_data.columns_have_different_names,
     common.val_dataset_files_exist,
     common.output_dir_is_given,
     sft_resume.output_dir_is_not_the_model,
