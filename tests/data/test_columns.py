@@ -36,7 +36,7 @@ def load(args: Any, model: Path, rows: list[dict[str, Any]]) -> Any:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     training = training_of(args)
     encoder = training.encoder(args, load_tokenizer(model), hf_model)
-    rows_of = [encoder.parse(row, source=f"{path}:1") for row in rows]
+    rows_of = [encoder.parse(row, system=None, source=f"{path}:1") for row in rows]
     return [encoder(row).samples[0] for row in rows_of]
 
 

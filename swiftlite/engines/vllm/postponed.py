@@ -146,6 +146,8 @@ def postponing(propose: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         )
         if len(postponed.steps) >= MOST_STEPS:
             _compute(proposer, propose, postponed, inputs, inputs["next_token_ids"])
+        # As the replaced method does; the runner would take probabilities of earlier drafts for those of this step.
+        proposer.num_speculative_tokens, proposer._last_draft_probs = 0, None
         return torch.empty(number, 0, dtype=torch.int64)
 
     return propose_later
