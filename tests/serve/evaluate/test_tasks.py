@@ -3,6 +3,7 @@
 `bash scripts/test.sh lm_eval` creates this environment. The tasks are those of tests/tasks.
 """
 
+import contextlib
 import importlib.util
 import json
 import signal
@@ -131,10 +132,9 @@ def test_finished_tasks_are_kept(models, tmp_path, end):
     options = [*OPTIONS, "--model", models / "hf", "--infer_backend", "transformers", "--output_dir", tmp_path / "E"]
     first, second = (tmp_path / "E" / "tasks" / "model" / task for task in NAMES)
     process = start(tmp_path, *options)
-    until((second / "lm_eval.json").exists)
+    until(lambda: str(second / "lm_eval.json") in "\n".join(children(process)))
     if end == "server":
-        for child in psutil.Process(process.pid).children(recursive=True):
-            words = " ".join(child.cmdline())
+        for words, child in children(process).items():
             if "transformers.serve" in words and "watchdog" not in words:
                 child.kill()
     else:
@@ -150,6 +150,15 @@ def test_finished_tasks_are_kept(models, tmp_path, end):
     assert again.returncode == 0, again.stderr
     assert times(first) == before
     assert (second / "finished.json").exists()
+
+
+def children(process: subprocess.Popen) -> dict[str, psutil.Process]:
+    """Return the processes that a process has started, by command line."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[" ".join(child.cmdline())] = child
+    return found
 
 
 def until(condition: Callable[[], object]) -> None:
