@@ -87,7 +87,7 @@ class EngineInfo:
             the server does not draft. If "", `evaluate --server` does not support the engine.
         counts_per_request: keyword arguments of the engine with which its server counts the drafts of each request;
             empty if it always does.
-        generation: name of the function that maps the text of /metrics to the server's `Generation`. If "",
+        throughput: name of the function that maps the text of /metrics to the server's `Throughput`. If "",
             `evaluate --tasks` does not support the engine; its server must return log-probabilities of prompts.
         dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`; it is called in a subprocess. If
             "", `doctor` does not support the engine.
@@ -137,7 +137,7 @@ class EngineInfo:
     metrics_prefix: str = ""
     draft_counts: str = ""
     counts_per_request: Mapping[str, Any] = field(default_factory=dict)
-    generation: str = ""
+    throughput: str = ""
     dry_load: str = ""
     file_report: str = ""
     known_report: str = ""

@@ -34,8 +34,8 @@ def read_draft_counts(text: str, prefix: str) -> DraftCounts | None:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """What a server has generated since its start.
+class Throughput:
+    """The tokens that a server has generated since its start, and the time it took.
 
     Attributes:
         tokens: number of generated tokens.
@@ -45,22 +45,22 @@ class Generation:
     tokens: int
     seconds: float
 
-    def since(self, before: "Generation") -> "Generation":
+    def since(self, before: "Throughput") -> "Throughput":
         """Return the generation after the earlier reading `before`."""
-        return Generation(self.tokens - before.tokens, self.seconds - before.seconds)
+        return Throughput(self.tokens - before.tokens, self.seconds - before.seconds)
 
 
-def read_generation(text: str, tokens: str, seconds: str) -> Generation:
-    """Return what a server has generated.
+def read_throughput(text: str, tokens: str, seconds: str) -> Throughput:
+    """Return the throughput of a server since its start.
 
     Args:
         tokens, seconds: names of the metrics.
     """
-    return Generation(int(total(text, tokens)), total(text, seconds))
+    return Throughput(int(total(text, tokens)), total(text, seconds))
 
 
 def total(text: str, name: str) -> float:
-    """Return the sum of a metric over all engines of a server; 0 if there is none."""
+    """Return the sum of a metric over all engines of a server; 0 without the metric."""
     return sum(sample.value for sample in samples(text) if sample.name == name)
 
 

@@ -20,5 +20,5 @@ TRANSFORMERS = EngineInfo(
     server="swiftlite.engines.transformers.server:server_command",
     metrics_prefix="transformers:",
     draft_counts="swiftlite.engines.transformers.server:read_draft_counts",
-    generation="swiftlite.engines.transformers.server:read_generation",
+    throughput="swiftlite.engines.transformers.server:read_throughput",
 )

@@ -20,7 +20,7 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling
 from swiftlite.engines.ngram import ngrams_of
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.server.metrics import Generation
+from swiftlite.engines.server.metrics import Throughput
 from swiftlite.engines.transformers.engine import TransformersEngine
 from swiftlite.engines.transformers.server import metrics_text
 from swiftlite.families.resolved import HfModel
@@ -40,7 +40,7 @@ class Service:
         self._name = name
         self._stops = stop_token_ids(template, model.directory)
         self._vocab_size = model.config["vocab_size"]
-        self._generation = Generation(0, 0.0)
+        self._throughput = Throughput(0, 0.0)
         self._turn = asyncio.Lock()
 
     def app(self) -> web.Application:
@@ -58,7 +58,7 @@ class Service:
 
     async def metrics(self, request: web.Request) -> web.Response:
         counts = self._engine.draft_counts() if self._engine.num_speculative_tokens else None
-        return web.Response(text=metrics_text(counts, self._generation))
+        return web.Response(text=metrics_text(counts, self._throughput))
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self._name, "object": "model"}]})
@@ -110,8 +110,8 @@ class Service:
         async with self._turn:
             (completion,) = await asyncio.to_thread(self._engine.generate, [ids], sampling)
         seconds = time.perf_counter() - begin
-        self._generation = Generation(
-            self._generation.tokens + len(completion.token_ids), self._generation.seconds + seconds
+        self._throughput = Throughput(
+            self._throughput.tokens + len(completion.token_ids), self._throughput.seconds + seconds
         )
         generated: Any = self._template.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         text = generated

@@ -43,7 +43,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     return ServerCommand([sys.executable, "-m", "swiftlite.engines.transformers.serve", name, *flags(given)])
 
 
-def metrics_text(counts: DraftCounts | None, generation: metrics.Generation) -> str:
+def metrics_text(counts: DraftCounts | None, generation: metrics.Throughput) -> str:
     """Return the text of /metrics, with vLLM's names after the prefix.
 
     Args:
@@ -68,6 +68,6 @@ def read_draft_counts(text: str) -> DraftCounts | None:
     return metrics.read_draft_counts(text, PREFIX)
 
 
-def read_generation(text: str) -> metrics.Generation:
+def read_throughput(text: str) -> metrics.Throughput:
     """Return what the server has generated."""
-    return metrics.read_generation(text, TOKENS, SECONDS)
+    return metrics.read_throughput(text, TOKENS, SECONDS)

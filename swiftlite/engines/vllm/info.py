@@ -67,7 +67,7 @@ VLLM = EngineInfo(
     metrics_prefix="vllm:",
     draft_counts="swiftlite.engines.vllm.metrics:read_draft_counts",
     counts_per_request={"per_request_spec_decode_metrics": "summary"},
-    generation="swiftlite.engines.vllm.metrics:read_generation",
+    throughput="swiftlite.engines.vllm.metrics:read_throughput",
     dry_load="swiftlite.engines.vllm.dry_load:dry_load",
     plugin=Plugin("swiftlite.engines.vllm.plugin:register", "vllm.general_plugins", "VLLM_PLUGINS"),
 )

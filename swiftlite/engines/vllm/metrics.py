@@ -18,9 +18,9 @@ def read_draft_counts(text: str) -> DraftCounts | None:
     return metrics.read_draft_counts(text, "vllm:")
 
 
-def read_generation(text: str) -> metrics.Generation:
+def read_throughput(text: str) -> metrics.Throughput:
     """Return what vLLM has generated, summed over all engines of the server."""
-    return metrics.read_generation(text, "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_sum")
+    return metrics.read_throughput(text, "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_sum")
 
 
 def read_cached_tokens(text: str) -> int:

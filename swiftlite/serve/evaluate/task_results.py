@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.base.json_file import parse_json, read_json
-from swiftlite.engines.server.metrics import Generation
+from swiftlite.engines.server.metrics import Throughput
 
 GENERATES = "generate_until"
 """Type of tasks whose answers are generated; those of other types are chosen by log-probability."""
@@ -52,15 +52,15 @@ class TaskRun:
 
     lm_eval: Mapping[str, Any]
     counts: DraftCounts | None
-    generation: Generation
+    throughput: Throughput
     directory: Path
 
     @property
     def tokens_per_second(self) -> float | None:
         """Generated tokens per second of a request; None if no answer was generated."""
-        if GENERATES not in self.output_types.values() or not self.generation.seconds:
+        if GENERATES not in self.output_types.values() or not self.throughput.seconds:
             return None
-        return self.generation.tokens / self.generation.seconds
+        return self.throughput.tokens / self.throughput.seconds
 
     @property
     def output_types(self) -> dict[str, str]:
@@ -107,8 +107,8 @@ class TaskRun:
         found: dict[str, Any] = {
             "questions": self.num_questions,
             "scores": [asdict(score) for score in self.scores()],
-            "generated_tokens": self.generation.tokens,
-            "request_seconds": self.generation.seconds,
+            "generated_tokens": self.throughput.tokens,
+            "request_seconds": self.throughput.seconds,
             "tokens_per_second": self.tokens_per_second,
             "lm_eval": self.lm_eval,
         }
@@ -151,7 +151,7 @@ FINISHED = "finished.json"
 def write_finished(run: TaskRun, settings: Mapping[str, Any]) -> bytes:
     """Return the content of finished.json, which marks a finished task."""
     counts = asdict(run.counts) if run.counts else None
-    content = {"settings": settings, "counts": counts, "generation": asdict(run.generation), "lm_eval": run.lm_eval}
+    content = {"settings": settings, "counts": counts, "throughput": asdict(run.throughput), "lm_eval": run.lm_eval}
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
@@ -165,7 +165,7 @@ def read_finished(directory: Path) -> tuple[TaskRun, dict[str, Any]]:
     counts = content["counts"]
     if counts:
         counts = DraftCounts(counts["drafts"], counts["drafted"], tuple(counts["accepted_per_position"]))
-    run = TaskRun(content["lm_eval"], counts, Generation(**content["generation"]), directory)
+    run = TaskRun(content["lm_eval"], counts, Throughput(**content["throughput"]), directory)
     return run, content["settings"]
 
 

@@ -189,7 +189,7 @@ def _run(args: EvaluateArgs, answering: Answering, tasks: Sequence[str], directo
     found = {}
     with _server(args, answering, directory / "server.log") as (url, server):
         engine = engine_of(url, get_metrics(url))
-        if not engine.generation:
+        if not engine.throughput:
             raise UserError(
                 f"--server {url} is a server of {engine.label}, which --tasks does not support",
                 "use swiftlite deploy --infer_backend vllm",
@@ -200,11 +200,11 @@ def _run(args: EvaluateArgs, answering: Answering, tasks: Sequence[str], directo
             before = get_metrics(url)
             results = _run_task(args, answering, task, (url, served_name, server), directory / task)
             after = get_metrics(url)
-            read_drafts, read_generation = map(resolve_name, (engine.draft_counts, engine.generation))
+            read_drafts, read_throughput = map(resolve_name, (engine.draft_counts, engine.throughput))
             counts = read_drafts(after)
             if counts is not None:
                 counts = counts.since(read_drafts(before))
-            run = TaskRun(results, counts, read_generation(after).since(read_generation(before)), directory / task)
+            run = TaskRun(results, counts, read_throughput(after).since(read_throughput(before)), directory / task)
             atomic_write(directory / task / FINISHED, write_finished(run, _settings(args, answering)))
             found[task] = run
     return found

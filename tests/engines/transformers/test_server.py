@@ -14,7 +14,7 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling
 from swiftlite.engines.transformers.engine import TransformersEngine
 from swiftlite.engines.transformers.serve import Service
-from swiftlite.engines.transformers.server import read_draft_counts, read_generation
+from swiftlite.engines.transformers.server import read_draft_counts, read_throughput
 from swiftlite.families.resolved import HfModel, resolve
 from tests.tiny import make_tiny_hf
 
@@ -89,8 +89,8 @@ def test_answers_and_metrics_are_those_of_the_engine(model):
         completion.token_ids, skip_special_tokens=True
     )
     assert read_draft_counts(text) == engine.draft_counts()
-    assert read_generation(text).tokens == len(completion.token_ids)
-    assert read_generation(text).seconds > 0
+    assert read_throughput(text).tokens == len(completion.token_ids)
+    assert read_throughput(text).seconds > 0
     _, plain = with_client(model, use, num_tokens=0)
     assert read_draft_counts(plain) is None
 

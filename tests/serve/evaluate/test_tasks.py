@@ -19,7 +19,7 @@ import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import DeployArgs
-from swiftlite.engines.server.metrics import Generation
+from swiftlite.engines.server.metrics import Throughput
 from swiftlite.engines.server.process import free_url, serve
 from swiftlite.families.resolved import resolve
 from swiftlite.runtime import lm_eval
@@ -192,7 +192,7 @@ def task_run(directory: Path, acc: float, answers: list[str], counts: DraftCount
     lines = [{"doc_id": number, "resps": [[text]]} for number, text in enumerate(answers)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (directory / "model" / "samples_t_2026-11-29T18-00-00.000000.jsonl").write_text(text)
-    return TaskRun(results, counts, Generation(40, 2.0), directory)
+    return TaskRun(results, counts, Throughput(40, 2.0), directory)
 
 
 def test_results_are_compared(tmp_path):
