@@ -1,8 +1,8 @@
 """Update matrices with Muon, and all other parameters with AdamW (`--optimizer muon`), in megatron-core's optimizers.
 
-megatron-core 0.16.1 has Muon too (megatron.core.optimizer.muon), for which it requires the package emerging-optimizers, which
-exists for Python 3.12 and later. The same parameters are matrices here: all with two dimensions except embeddings and
-output layers, so those of experts, routers and MTP layers too. Queries, keys and values are separate matrices.
+megatron-core 0.16.1 has Muon too (megatron.core.optimizer.muon), for which it requires the package emerging-optimizers,
+which exists for Python 3.12 and later. The same parameters are matrices here: all with two dimensions except embeddings
+and output layers, so those of experts, routers and MTP layers too. Queries, keys and values are separate matrices.
 The arithmetic is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, with which AdamW's learning rate and
 weight decay fit matrices too.
 """
