@@ -10,6 +10,7 @@ import torch
 from swiftlite.args.commands import ExportArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
+from swiftlite.base.log import logger
 from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.layers import DecoderLayers
@@ -20,6 +21,7 @@ from swiftlite.export.fp8_source import fp8_model_of
 from swiftlite.export.provenance import Provenance, provenance_of
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.plan.trunk import Trunk
+from swiftlite.store.best import best_checkpoint
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import resolve_checkpoint
 from swiftlite.train.checkpoint.source import check_source
@@ -89,6 +91,8 @@ def read_run(args: ExportArgs) -> RunSource:
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     run = checkpoint.parent
+    if checkpoint != Path(args.model) and checkpoint == best_checkpoint(run):
+        logger.info("exporting %s, the best checkpoint of the run by best_checkpoint.json", checkpoint)
     check_source(run)
     provenance = None
     if args.push_to_hub:

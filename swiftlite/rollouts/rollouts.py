@@ -115,11 +115,11 @@ class Rollouts:
         """Return the completions of a generation at its first step (counted from 0); None at other steps, and without
         --log_completions.
         """
-        generation = self._generation
-        if not self.args.log_completions or generation is None or step % self.files.steps:
+        args, generation = self.args, self._generation
+        if not args.log_completions or generation is None or step % self.files.steps:
             return None
         decode, num_scores = self.run.tokenizer.decode, generation.scores.shape[1]
-        names = self.args.reward_funcs
+        names = args.reward_funcs
         if len(names) != num_scores:  # stored rollouts of another run
             names = [f"reward {number}" for number in range(1, num_scores + 1)]
         rows = []

@@ -122,6 +122,5 @@ def chosen_checkpoint(run: Path) -> Path | None:
     """Return the checkpoint that a run stands for: its best one with --load_best_model_at_end, otherwise the newest."""
     evaluations = Evaluations.read(run)
     if evaluations is not None and evaluations.is_chosen and (best := best_checkpoint(run)):
-        logger.info("%s is the best checkpoint by %s (--load_best_model_at_end)", best, evaluations.metric)
         return best
     return next(reversed(run_checkpoints(run)), None)

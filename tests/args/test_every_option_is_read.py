@@ -18,7 +18,15 @@ from swiftlite.hub.name import MODEL_OPTIONS
 PACKAGE = Path(swiftlite.__file__).parent
 OF_TRAINING = [
     *("train", "model", "cli/main.py"),
-    *("plan/run.py", "plan/heads.py", "plan/layout.py", "plan/trainable.py", "plan/trunk.py", "families/resolved.py"),
+    *(
+        "plan/run.py",
+        "plan/best_metric.py",
+        "plan/heads.py",
+        "plan/layout.py",
+        "plan/trainable.py",
+        "plan/trunk.py",
+        "families/resolved.py",
+    ),
 ]
 READERS = {
     "megatron sft": OF_TRAINING,

@@ -47,6 +47,13 @@ def description_of(name: str) -> tuple[str, str]:
     return ("swiftlite.hub.model:description_of", name)
 
 
+def without_modelscope(name: str) -> Path:
+    from swiftlite.hub.model import local_model as resolve
+
+    sys.modules["modelscope"] = None  # pyright: ignore[reportArgumentType]
+    return resolve(name)
+
+
 def dataset(name: str) -> tuple[str, str]:
     return (f"{__name__}:commit_of", name)
 

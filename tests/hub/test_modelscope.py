@@ -40,7 +40,8 @@ class Site(ThreadingHTTPServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"MODELSCOPE_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "MODELSCOPE_HOME": "home/.modelscope"}
+        url = f"http://127.0.0.1:{self.server_port}"
+        return {"MODELSCOPE_ENDPOINT": url, "MODELSCOPE_HOME": "home/ms", "MODELSCOPE_CACHE": "home/ms-cache"}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -138,27 +139,18 @@ def test_what_cannot_be_read_is_explained(site, tmp_path):
 
 @needs_modelscope
 def test_a_site_that_does_not_answer_is_explained(tmp_path):
-    environment = {"MODELSCOPE_ENDPOINT": "http://127.0.0.1:9", "MODELSCOPE_HOME": "home"}
+    environment = {"MODELSCOPE_ENDPOINT": "http://127.0.0.1:9", "MODELSCOPE_HOME": "home", "MODELSCOPE_CACHE": "home"}
     (unreachable,) = answers(None, tmp_path / "home", local_model("ms:org/tiny"), **environment)
     assert mentions(unreachable, "UserError ms:org/tiny MODELSCOPE_ENDPOINT")
 
 
 def test_the_package_is_named_if_it_is_missing(tmp_path):
-    code = "tests.hub.test_modelscope:without_the_package"
-    (problem,) = answers(None, tmp_path / "home", (code, "ms:org/tiny"))
+    (problem,) = answers(None, tmp_path / "home", ("tests.hub.asking:without_modelscope", "ms:org/tiny"))
     assert mentions(problem, "UserError ms:org/tiny pip install modelscope")
 
 
-def without_the_package(name: str) -> Path:
-    import sys
-
-    from swiftlite.hub.model import local_model as resolve
-
-    sys.modules["modelscope"] = None  # pyright: ignore[reportArgumentType]
-    return resolve(name)
-
-
 @needs_modelscope
+@pytest.mark.slow
 def test_a_run_trains_on_names_of_modelscope(site, tmp_path):
     words = """megatron sft --model ms:org/tiny --dataset ms:org/rows#20 --output_dir run --train_iters 2
         --global_batch_size 2 --max_length 64 --torch_dtype float32 --acceptance_samples 0""".split()

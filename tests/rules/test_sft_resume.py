@@ -194,3 +194,13 @@ def test_the_best_checkpoint_has_a_metric(here, options, message):
         return
     ((problem, hint),) = problems_of(args)
     assert mentions(f"{problem} {hint}", message)
+
+
+@pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_state_of_muon_is_not_that_of_another_optimizer(here, before, now):
+    began = dataclasses.replace(SFT, output_dir="run", optimizer=before, train_iters=30)
+    Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
+    again = dataclasses.replace(began, resume=True)
+    assert rules.check(again) == []
+    ((problem, _),) = problems_of(dataclasses.replace(again, optimizer=now))
+    assert mentions(problem, f"--resume --optimizer {before} {now}")

@@ -20,6 +20,7 @@ from swiftlite.base.errors import OptionError, UserError
 from swiftlite.data.rows.prompt import COLUMNS
 from swiftlite.rollouts.engine import engine_kwargs
 from swiftlite.rollouts.generation import Generation
+from swiftlite.rollouts.training import open_rollouts
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
@@ -124,6 +125,19 @@ def test_completions_are_scored_stored_and_drafted(options, whole, hf_dir):
         assert set(stored.draft_depths.tolist()) == {0, 1}
         groups = stored.advantages.reshape(-1, args.num_generations)
         assert np.allclose(groups.sum(axis=1), 0, atol=1e-4)
+
+
+def test_a_table_has_the_completions_of_a_generation(options, whole, mesh):
+    args = options(**DRAFTED, log_completions=True, rollouts_from=str(whole / "rollouts"))
+    run = prepare(args, mesh)
+    batches = open_rollouts(run)
+    batches.get(0)
+    table = batches.table(0)
+    assert table is not None
+    assert table.columns == ["prompt", "completion", *args.reward_funcs, "advantage"]
+    readable = map(json.loads, (whole / "rollouts" / "000000.jsonl").read_text().splitlines())
+    assert [[row[1], row[-1]] for row in table.rows] == [[each["completion"], each["advantage"]] for each in readable]
+    batches.release()
 
 
 def line_vocabulary(hf_dir: Path) -> int:

@@ -20,6 +20,7 @@ from swiftlite.train.metrics.trackers import TRACKERS, Table, TolerantTracker, T
 from tests.messages import has_line
 from tests.train.prepared import prepare
 
+ANSWER = "a remarkable answer"
 CONFIG = redact({"lr": 1e-3, "model": "a model", "nothing": None, "kwargs": {"api_key": "sesame"}})
 
 
@@ -35,6 +36,7 @@ def wandb_offline(monkeypatch):
 @pytest.fixture
 def swanlab_local(monkeypatch):
     pytest.importorskip("swanlab", reason="pip install swanlab")
+    pytest.importorskip("pyecharts", reason="pip install pyecharts")
     monkeypatch.setenv("SWANLAB_MODE", "local")
 
 
@@ -67,6 +69,7 @@ def track(name: str, output_dir: Path, first: int, last: int) -> None:
     (tracker,) = open_trackers([name], output_dir, CONFIG, first)
     for step in range(first + 1, last + 1):
         tracker.log(step, {"loss": 1 / step})
+    tracker.log_table(last, Table("completions", ["completion", "accuracy"], [[ANSWER, 0.5]]))
     tracker.summarize({"acceptance_after": 0.75})
     tracker.close()
     assert tracker.tracker is not None  # nothing failed
@@ -114,10 +117,12 @@ def test_wandb(wandb_offline, tmp_path):
     for record in first:
         if record.HasField("history"):
             rows.append({item.key or ".".join(item.nested_key): item.value_json for item in record.history.item})
-    assert [(row["step"], float(row["loss"])) for row in rows] == [("1", 1.0), ("2", 0.5), ("3", 1 / 3)]
+    losses = [(row["step"], float(row["loss"])) for row in rows if "loss" in row]
+    assert losses == [("1", 1.0), ("2", 0.5), ("3", 1 / 3)]
     text = repr(first)
     assert "acceptance_after" in text
     assert "a model" in text
+    assert any(ANSWER.encode() in path.read_bytes() for path in stored(tmp_path))
 
 
 def test_mlflow(mlflow_local, tmp_path):
@@ -140,37 +145,28 @@ def test_swanlab(swanlab_local, tmp_path):
     kept = [path for path in (tmp_path / "run/swanlab").rglob("*") if path.is_file()]
     content = b"".join(path.read_bytes() for path in kept)
     assert b"loss" in content
+    assert ANSWER.encode() in content
     assert b"acceptance_after" in content
     assert b"a model" in content
 
 
 def test_trackio(trackio_local, tmp_path):
-    import trackio  # pyright: ignore[reportMissingImports]
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
     run = tmp_path / "my run"
     track("trackio", run, 0, 3)
     track("trackio", run, 3, 4)
     name = json.loads((run / "trackers.json").read_text())["trackio"]
     assert name.startswith("my run-")
-    (found,) = [each for each in trackio.Api().runs("swiftlite") if each.name == name]
-    history = [(each["step"], each["loss"]) for each in found.history() if "loss" in each]
-    assert history == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
-    assert [each["acceptance_after"] for each in found.history() if "acceptance_after" in each] == [0.75, 0.75]
-
-
-@pytest.mark.parametrize("name", [name for name, each in TRACKERS.items() if hasattr(each, "log_table")])
-def test_a_table_is_stored(request, tmp_path, name):
-    given = request.getfixturevalue(LOCAL[name])
-    if name == "swanlab":
-        pytest.importorskip("pyecharts", reason="pip install pyecharts")
-    run = tmp_path / "run"
-    run.mkdir()
-    (tracker,) = open_trackers([name], run, CONFIG, 0)
-    tracker.log(1, {"loss": 1.0})
-    tracker.log_table(1, Table("completions", ["completion", "accuracy"], [["a remarkable answer", 0.5]]))
-    tracker.close()
-    assert tracker.tracker is not None
-    assert any(b"a remarkable answer" in path.read_bytes() for path in stored(tmp_path, given))
+    lines = SQLiteStorage.get_logs("swiftlite", name)
+    assert [(each["step"], each["loss"]) for each in lines if "loss" in each] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, 1 / 3),
+        (4, 0.25),
+    ]
+    assert any(ANSWER.encode() in path.read_bytes() for path in stored(trackio_local))
+    assert [each["acceptance_after"] for each in lines if "acceptance_after" in each] == [0.75, 0.75]
 
 
 def stored(*directories: object) -> list[Path]:
