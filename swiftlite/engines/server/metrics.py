@@ -35,7 +35,7 @@ def read_draft_counts(text: str, prefix: str) -> DraftCounts | None:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a server has generated since its start.
+    """The tokens that a server has generated since its start, and their time.
 
     Attributes:
         tokens: number of generated tokens.
