@@ -9,10 +9,11 @@ use_environment core dev
 status=0
 ruff check . || status=1
 ruff format --check . || status=1
-pyright || status=1
+pyright --level warning || status=1 # without a line for each function that is not analyzed
 python scripts/check_prose.py || status=1
 python scripts/gen_options_doc.py --check || status=1
 python scripts/gen_families_doc.py --check || status=1
 python scripts/gen_tensors_doc.py --check || status=1
-bash scripts/docs.sh || status=1
+# Longer lines than any, because each signature that is longer than a line starts a process that formats it.
+DOCS_LINE_LENGTH=100000 bash scripts/docs.sh || status=1
 exit $status

@@ -42,8 +42,9 @@ class Browser:
         for domain in ("Page", "Log", "Runtime", "Network"):
             self.call(f"{domain}.enable")
 
-    def open(self, path: Path, *, width: int, is_dark: bool = False) -> None:
-        """Show a file in a window of width `width`."""
+    def open(self, page: Path | str, *, width: int, is_dark: bool = False) -> None:
+        """Show a file or an address in a window of width `width`."""
+        address = page if isinstance(page, str) else page.as_uri()
         height = 800
         is_phone = width < 500
         self.call(
@@ -51,8 +52,8 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.as_uri())
-        while self.evaluate("document.readyState") != "complete" or self.evaluate("location.href") != path.as_uri():
+        self.call("Page.navigate", url=address)
+        while self.evaluate("document.readyState") != "complete" or self.evaluate("location.href") != address:
             pass
 
     def evaluate(self, expression: str) -> Any:

@@ -162,11 +162,16 @@ def start_swiftlite(
     out: Path,
     err: Path,
     signal_at: SignalAtCall | None = None,
+    pages: bool = False,
 ) -> Running:
-    """Start `swiftlite argv` in `directory`, one process per environment. Output is appended to `out` and `err`."""
+    """Start `swiftlite argv` in `directory`, one process per environment. Output is appended to `out` and `err`.
+
+    Args:
+        pages: whether runs write run_report.html, which takes a quarter of the time of a run of a few steps.
+    """
     processes = []
     for environment in environments:
-        words = (argv, directory, out, err, environment, signal_at)
+        words = (argv, directory, out, err, environment, signal_at, pages)
         process = forkserver().Process(target=_become_swiftlite, args=words)
         process.start()
         processes.append(process)
@@ -180,11 +185,16 @@ def _become_swiftlite(
     err: Path,
     environment: Mapping[str, str],
     signal_at: SignalAtCall | None,
+    pages: bool,
 ):
     gc.freeze()  # otherwise every collection visits all modules, which takes half a second
     os.setsid()  # so that a signal to its group reaches what it starts, and nothing else
     os.environ.clear()
     os.environ.update(environment)
+    if not pages:
+        from swiftlite.train import phases
+
+        phases.write_page = lambda run: None
     if signal_at:
         signal_at.install()
     run_swiftlite(argv, directory, out, err)

@@ -236,6 +236,39 @@ def _awq() -> Format:
     return Format(config, "modules_to_not_convert", compress, decompress)
 
 
+def _modelopt_nvfp4() -> Format:
+    """Return ModelOpt's NVFP4: the codes of `_nvfp4` under other names, and the reciprocal of its global scale."""
+    own = _nvfp4()
+
+    def compress(weight: torch.Tensor) -> Parts:
+        parts = own.compress(weight)
+        factor = 1 / parts["weight_global_scale"].reshape(())
+        codes, scale = parts["weight_packed"], parts["weight_scale"]
+        return {"weight": codes, "weight_scale": scale, "weight_scale_2": factor, "input_scale": torch.tensor(0.5)}
+
+    def decompress(parts: Parts) -> torch.Tensor:
+        codes = torch.stack([parts["weight"] & 15, parts["weight"] >> 4], dim=2).flatten(1).long()
+        sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        scale = parts["weight_scale"].float() * parts["weight_scale_2"]
+        return torch.cat([sizes, -sizes])[codes] * scale.repeat_interleave(16, dim=1)
+
+    return Format({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "ignore", compress, decompress)
+
+
+def _modelopt_fp8() -> Format:
+    """Return ModelOpt's FP8 with one scale per matrix."""
+
+    def compress(weight: torch.Tensor) -> Parts:
+        scale = weight.float().abs().max() / 448
+        codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
+
+    def decompress(parts: Parts) -> torch.Tensor:
+        return parts["weight"].float() * parts["weight_scale"]
+
+    return Format({"quant_method": "modelopt", "quant_algo": "FP8"}, "ignore", compress, decompress)
+
+
 _INT8_PER_TOKEN = _args(num_bits=8, strategy="token", dynamic=True)
 _FP8_PER_TOKEN = _args(num_bits=8, type="float", strategy="token", dynamic=True)
 FORMATS: dict[str, Format] = {
@@ -257,6 +290,8 @@ FORMATS: dict[str, Format] = {
     "fp8_blocks": _fp8_blocks(torch.float32),
     "fp8_blocks_bf16": _fp8_blocks(torch.bfloat16),
     "fp8_blocks_128": _fp8_blocks(torch.float32, (128, 128)),
+    "modelopt_fp8": _modelopt_fp8(),
+    "modelopt_nvfp4": _modelopt_nvfp4(),
     "gptq": _gptq(symmetric=True),
     "gptq_asym": _gptq(symmetric=False),
     "awq": _awq(),

@@ -19,8 +19,10 @@ def test_the_reference_is_half_a_step_from_the_source(name):
     # Half a step, relative to the largest weight that shares the scale: codes from -7 to 7 or -127 to 127 and, in
     # float8_e4m3fn, 3 bits after the leading one. The largest numbers of FP4 are 4 and 6, and its scales in
     # float8_e4m3fn add at most 1/16; scales in bfloat16 or float16 add at most 1/256.
-    half_step = {"int8": 0.5 / 127, "nvfp4": 1 / 6 + 1 / 16}.get(name, 0.5 / 7)
-    if name == "fp8_tensor" or name.startswith("fp8_blocks"):
+    half_step = {"int8": 0.5 / 127}.get(name, 0.5 / 7)
+    if name.endswith("nvfp4"):
+        half_step = 1 / 6 + 1 / 16
+    if name in ("fp8_tensor", "modelopt_fp8") or name.startswith("fp8_blocks"):
         largest = weight.abs().amax()
     assert ((restored - weight).abs() <= (half_step + 1 / 256) * largest).all()
     assert not torch.equal(restored, weight)

@@ -6,7 +6,7 @@ from dataclasses import fields as fields_of
 from typing import ClassVar, Literal
 
 from swiftlite.args import fields, rl_fields
-from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class PtArgs(fields.DocumentArgs, SftArgs):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "loss_scale": "all tokens of a document are trained",
         "system": "documents have no turns",
+        "chat_template_kwargs": "documents have no chat template",
         "sft_mock_dataset_config_json": "random tokens are not documents",
         **_ROWS_HAVE_NO_IMAGES,
     }
@@ -263,6 +264,7 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
         model=args.model,
         torch_dtype=args.torch_dtype,
         trust_remote_code=args.trust_remote_code,
+        chat_template_kwargs=args.chat_template_kwargs,
         infer_backend=args.infer_backend,
         speculative=speculative,
         num_speculative_tokens=num_tokens,
@@ -360,6 +362,10 @@ class ComparisonArgs:
     """Directories of training runs (their --output_dir), finished or not. The flag itself is optional."""
     output: str | None = None
     """HTML file to write. Default: run_report.html in the run; for several runs, runs.html in the current directory."""
+    serve: bool = False
+    """Serve the page on this machine instead of writing it, and update it while the runs are in progress."""
+    port: Port | None = None
+    """Port of --serve. [6006]"""
 
 
 @dataclass(frozen=True)

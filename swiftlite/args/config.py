@@ -75,6 +75,7 @@ _EXPECTED: dict[Any, str] = {
     list[str]: "one or more texts",
     dict[str, Any]: "a JSON object",
     dict[str, int]: "a JSON object of integers",
+    dict[str, str]: "a JSON object of texts",
 }
 
 

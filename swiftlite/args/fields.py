@@ -20,7 +20,9 @@ TunerType = Literal["full", "lora"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"]
 TruncationStrategy = Literal["delete", "left", "right", "split", "error"]
 WeightTransport = Literal["file", "nccl", "ipc"]
-OptimizerName = Literal["adamw", "adamw_8bit"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
+LrDecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
+WsdDecayStyle = Literal["cosine", "linear", "minus_sqrt", "exponential"]
 ProfileKind = Literal["torch", "nsys", "memory"]
 
 
@@ -36,6 +38,9 @@ class ModelArgs:
     float32."""
     trust_remote_code: bool = False
     """Allow running Python files from the directory of the model or tokenizer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """JSON: values of variables of the chat template, such as {"enable_thinking": false}. Use the same ones in training
+    and in the engine. Default: those of the template."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,9 @@ class DataArgs:
     """Held-out files or datasets on the hub. Default: a part of --dataset, see --split_dataset_ratio."""
     split_dataset_ratio: bounds.ProperFraction = 0.05
     """Share of --dataset that is held out for evaluation without --val_dataset; 0 holds out nothing."""
+    columns: dict[str, str] | None = None
+    """JSON: new names of columns of the rows, such as {"problem": "query", "solution": "response"}. Other columns keep
+    their names."""
     truncation_strategy: TruncationStrategy = "delete"
     """Treatment of samples longer than --max_length: delete them, truncate left or right, or stop with an error. split
     is for megatron pt."""
@@ -300,7 +308,8 @@ class DistributedArgs(TimeoutArgs):
 
     optimizer: OptimizerName = "adamw"
     """adamw: AdamW, whose two moments have 8 bytes per parameter. adamw_8bit: torchao's AdamW, whose moments are
-    rounded to 8 bits and have 2 bytes per parameter; main weights stay float32."""
+    rounded to 8 bits and have 2 bytes per parameter; main weights stay float32. muon: Muon for matrices except
+    embeddings and output layers, whose momentum has 4 bytes per parameter, and AdamW for all other parameters."""
     use_distributed_optimizer: bool | None = None
     """Shard the optimizer state over data-parallel ranks. Default, also for --overlap_grad_reduce and
     --overlap_param_gather: true on GPUs with several data-parallel ranks."""
@@ -446,8 +455,14 @@ class OptimArgs:
     heads_only 1e-3 for new heads, and 3e-4 for grafted ones and for those of a quantized model."""
     min_lr: bounds.NonNegativeFloat | None = None
     """Learning rate at the end of the decay. Default: a tenth of --lr."""
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning-rate decay."""
+    lr_decay_style: LrDecayStyle = "cosine"
+    """Shape of the learning-rate decay. inverse-square-root: falls with 1 / sqrt(step) after the warmup. WSD: constant,
+    then the decay of --lr_wsd_decay_style over the last steps."""
+    lr_wsd_decay_fraction: bounds.PositiveFraction = 0.2
+    """With --lr_decay_style WSD: share of the steps with the decay."""
+    lr_wsd_decay_style: WsdDecayStyle = "cosine"
+    """With --lr_decay_style WSD: shape of the decay, by megatron-core's names. With x from 0 to 1, minus_sqrt is 1 -
+    sqrt(x), and exponential 2 * 0.5^x - 1."""
     lr_warmup_fraction: bounds.Fraction = 0.05
     """Share of the steps with linear warmup from 0."""
     weight_decay: bounds.NonNegativeFloat = 0.1
@@ -488,7 +503,21 @@ class RunArgs:
     async_save: bool = False
     """Write checkpoints in a subprocess while training continues."""
     save_total_limit: bounds.PositiveInt | None = None
-    """Number of newest checkpoints to keep, without that of --ephemeral_save_steps. Default: all."""
+    """Number of newest checkpoints to keep, without that of --ephemeral_save_steps. The best one by
+    --metric_for_best_model is kept too. Default: all."""
+    metric_for_best_model: str | None = None
+    """Metric of evaluations that determines the best checkpoint: loss, acceptance (mean over the heads), reward, or
+    another name in metrics.jsonl; eval_ may be omitted. Default: none; with --load_best_model_at_end loss."""
+    greater_is_better: bool | None = None
+    """Whether a greater value of --metric_for_best_model is better. Default: true, unless the name ends with loss."""
+    load_best_model_at_end: bool = False
+    """Load the best checkpoint after the last step: acceptance.json describes it, and export converts it instead of the
+    newest one. --save_steps must be a multiple of --eval_steps."""
+    early_stopping_patience: bounds.PositiveInt | None = None
+    """End training after this number of evaluations in a row that did not improve --metric_for_best_model. Default:
+    never."""
+    early_stopping_threshold: bounds.NonNegativeFloat = 0.0
+    """With --early_stopping_patience: minimum change of the metric that counts as an improvement."""
     checkpoint_store: str | None = None
     """URL of an object store (s3://, gs://, az://) or another directory, to which checkpoints are copied while training
     continues; --resume also finds the newest checkpoint there. Requires the package obstore."""
@@ -500,7 +529,7 @@ class RunArgs:
     """Number of steps between entries in metrics.jsonl and in --report_to."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Trackers for metrics in addition to metrics.jsonl: tensorboard (files in OUTPUT_DIR/tensorboard, if the package
-    is installed), wandb, swanlab, mlflow; none disables them."""
+    is installed), wandb, swanlab, mlflow, trackio; none disables them."""
     acceptance_samples: bounds.NonNegativeInt = 16
     """Number of held-out prompts that the model continues greedily, before and after training, to measure the
     acceptance of drafts for acceptance.json. 0 disables this."""

@@ -48,6 +48,7 @@ CHANGEABLE = {
     # drawn by another policy are drawn again (`rollouts/policy_identity.py`)
     "external_plugins",
     "infer_backend",
+    "log_completions",
     "max_batch_size",
     "reward_timeout",
     "rollouts_total_limit",

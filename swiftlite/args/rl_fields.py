@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from swiftlite.args import bounds
+from swiftlite.args.fields import LrDecayStyle
 
-PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo"]
+PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo", "sapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 AdvantageEstimator = Literal["grpo", "rloo"]
@@ -19,7 +20,7 @@ class PolicyArgs:
     loss_type: PolicyLoss = "dapo"
     """How token losses are averaged, by TRL's names. dapo: over the tokens of the batch. grpo: over the tokens of each
     completion, then over completions. dr_grpo: over completions, divided by --max_completion_length. cispo: like dapo,
-    with clipped importance weights instead of clipped losses."""
+    with clipped importance weights instead of clipped losses. sapo: like grpo, with a smooth gate instead of clips."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
     """token: a probability ratio for each token. sequence: one ratio for each completion (GSPO)."""
     epsilon: bounds.ProperFraction = 0.2
@@ -30,6 +31,13 @@ class PolicyArgs:
     delta: bounds.PositiveFloat | None = None
     """Upper bound of ratios also where the advantage is negative (two-sided clipping); above 1 + --epsilon_high.
     Default: no bound."""
+    sapo_temperature_pos: bounds.PositiveFloat = 1.0
+    """With --loss_type sapo: steepness of the gate for tokens with positive advantages."""
+    sapo_temperature_neg: bounds.PositiveFloat = 1.05
+    """The same for other tokens."""
+    overlong_filter: bool = False
+    """Do not train on completions that reach --max_completion_length (TRL: mask_truncated_completions). Their rewards
+    still count in the advantages of their group."""
     beta: bounds.NonNegativeFloat = 0.0
     """Weight of the KL divergence from --ref_model."""
     use_bias_correction_kl: bool = True
@@ -48,8 +56,9 @@ class PolicyArgs:
     truncated, or their tokens are masked; sequence: one weight for each completion."""
     rollout_importance_sampling_threshold: bounds.PositiveFloat = 2.0
     """Threshold of --rollout_importance_sampling_mode."""
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "constant"
-    """Shape of the learning-rate decay."""
+    lr_decay_style: LrDecayStyle = "constant"
+    """Shape of the learning-rate decay. inverse-square-root: falls with 1 / sqrt(step) after the warmup. WSD: constant,
+    then the decay of --lr_wsd_decay_style over the last steps."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,9 @@ class RolloutArgs(CompletionArgs):
     """Number of optimizer steps on the completions of one generation, each with --global_batch_size completions."""
     num_iterations: bounds.PositiveInt = 1
     """Number of passes over the completions of a generation."""
+    log_completions: bool = False
+    """Send the completions of each generation as a table to wandb, swanlab and trackio (--report_to): prompt,
+    completion, scores of the reward functions and advantage. SwanLab requires pyecharts."""
     dynamic_sample: bool = False
     """Replace the completions of a prompt whose rewards do not differ by those of a further prompt (DAPO)."""
     max_resample_times: bounds.PositiveInt = 3

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.base.atomic import atomic_write
-from swiftlite.base.errors import UserError
+from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.heads import KEYS, depth_key
 from swiftlite.base.json_file import parse_json, read_json
 from swiftlite.bridge.rows import HfConfig
@@ -29,7 +29,8 @@ HEADS_FILE = f"{DRAFT_FOLDER}/model-mtp.safetensors"
 """File with the heads of an export that has this folder, under the names of the family. Engines do not read it."""
 _TEXT = "text_config"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_OF_MODELOPT = "hf_quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
+"""File in which ModelOpt can describe the quantization, in addition to config.json or instead."""
 _MOST_HEADER_BYTES = 100_000_000
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
@@ -38,8 +39,8 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """Read a model directory's config.json. Keys under `text_config` are moved to the top level.
 
     If config.json does not declare the number of MTP layers, as for Qwen3-Next-80B, the `mtp.layers.*` tensors are
-    counted. NVIDIA's ModelOpt can describe the quantization in a separate file, as for DeepSeek-V3.2-NVFP4; then
-    `quantization_config` contains only the method.
+    counted. NVIDIA's ModelOpt can describe the quantization in a separate file, as for DeepSeek-V3.2-NVFP4; its content
+    is then under `quantization_config`.
 
     Raises:
         UserError: the file is missing or not a JSON object.
@@ -58,9 +59,25 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
         numbers = [int(match.group(1)) for match in matches if match]
         if numbers:
             hf_config[key] = max(numbers) + 1
-    if "quantization_config" not in hf_config and (hf_dir / _OF_MODELOPT).is_file():
-        hf_config["quantization_config"] = {"quant_method": "modelopt"}
+    if "quantization_config" not in hf_config and (hf_dir / MODELOPT_FILE).is_file():
+        hf_config["quantization_config"] = _modelopt_quantization(hf_dir / MODELOPT_FILE)
     return hf_config
+
+
+def _modelopt_quantization(path: Path) -> dict[str, Any]:
+    """Return the content of ModelOpt's file in the form of a quantization_config, as engines read it.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        content = dict(read_json(path)["quantization"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {reason_of(error)}", "copy it from the model's source again") from None
+    content["ignore"] = content.pop("exclude_modules", None) or []
+    if content.pop("kv_cache_quant_algo", None) == "FP8":
+        content["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    return {"quant_method": "modelopt", **content}
 
 
 def _unwrapped(content: HfConfig) -> dict[str, Any]:
@@ -139,7 +156,17 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
     else:
         content = (Path(source_dir) / "config.json").read_bytes()
     atomic_write(Path(out_dir) / "config.json", content)
+    quantization = changes.get("quantization_config")
+    if (Path(source_dir) / MODELOPT_FILE).is_file() and isinstance(quantization, dict):
+        atomic_write(Path(out_dir) / MODELOPT_FILE, _modelopt_file(Path(source_dir) / MODELOPT_FILE, quantization))
     return difference
+
+
+def _modelopt_file(source: Path, quantization: Mapping[str, Any]) -> bytes:
+    """Return ModelOpt's file with the modules that a quantization_config excludes: TensorRT-LLM reads this file."""
+    content = read_json(source)
+    content["quantization"]["exclude_modules"] = quantization["ignore"]
+    return (json.dumps(content, indent=4) + "\n").encode()
 
 
 def _patch_wrapped(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

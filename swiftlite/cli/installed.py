@@ -53,10 +53,12 @@ def packages() -> dict[str, tuple[str, ...]]:
         "flash-attn": ("flash-attn",),
         "torchao": ("torchao",),
         "obstore": ("obstore",),
+        "modelscope": ("modelscope",),
         "tensorboard": ("tensorboard",),
         "wandb": ("wandb",),
         "swanlab": ("swanlab",),
         "mlflow": ("mlflow", "mlflow-skinny"),
+        "trackio": ("trackio",),
     }
 
 
@@ -88,7 +90,8 @@ def parts() -> list[InstalledPart]:
             found.append(InstalledPart(f"infer with images, {info.name}", (*needed, *info.image_packages), fix))
     found.append(InstalledPart("train with --optimizer adamw_8bit", ("torchao",), "pip install torchao"))
     found.append(InstalledPart("train with --checkpoint_store", ("obstore",), "pip install obstore"))
-    for name in ("tensorboard", "wandb", "swanlab", "mlflow"):
+    found.append(InstalledPart("models and datasets of ModelScope", ("modelscope",), "pip install modelscope"))
+    for name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio"):
         found.append(InstalledPart(f"report to {name}", (name,), f"pip install {name}"))
     return found
 

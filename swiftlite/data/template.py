@@ -11,7 +11,7 @@ import bisect
 import itertools
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +22,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from swiftlite.base.errors import UserError, clip
 from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
 from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.data.rows.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.rows.image_parts import texts_of
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sandbox import check_length, running_the_template
+from swiftlite.data.template_kwargs import with_kwargs
 
 LossScale = Literal["default", "last_round", "all"]
 Tools = list[Any]  # JSON schemas; Any because transformers declares an invariant list of dicts or functions
@@ -40,8 +42,13 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = 'use --loss_scale last_round to train on the last answer only, or give that turn "loss": false'
 
 
-def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    hf_dir: str | Path, trust_remote_code: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model's directory.
+
+    Args:
+        chat_template_kwargs: values of variables of its chat template.
 
     Raises:
         UserError: the tokenizer is missing (transformers would create an empty one) or cannot be read.
@@ -60,7 +67,20 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
             f"{hf_dir} has no tokenizer: none of {', '.join(sorted(names))} exists",
             "copy the tokenizer's files from the base model",
         )
+    if chat_template_kwargs and tokenizer.chat_template:
+        _set_variables(tokenizer, chat_template_kwargs)
     return tokenizer
+
+
+def _set_variables(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+    """Set variables of a tokenizer's chat template. Some tokenizers have several templates, by name."""
+    given = tokenizer.chat_template
+    templates = given if isinstance(given, dict) else {"default": given}
+    for name in kwargs:
+        if not any(re.search(rf"\b{name}\b", template) for template in templates.values()):
+            logger.warning("--chat_template_kwargs: the chat template does not use %s", name)
+    changed = {name: with_kwargs(template, kwargs) for name, template in templates.items()}
+    tokenizer.chat_template = changed if isinstance(given, dict) else changed["default"]
 
 
 def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:

@@ -65,9 +65,9 @@ def _options_of(file: Path) -> SftArgs:
 
 def _rows_of(args: SftArgs, hf_model: HfModel) -> Data:
     training = training_of(args)
-    tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
+    tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code, args.chat_template_kwargs)
     vocab_size = hf_model.config["vocab_size"]
-    return training.load(args, training.make_encoder(args, tokenizer, hf_model), vocab_size)
+    return training.load(args, training.encoder(args, tokenizer, hf_model), vocab_size)
 
 
 def _digest_of_run(run: Path) -> str | None:

@@ -45,9 +45,14 @@ def provenance_of(checkpoint: Path) -> Provenance:
             "export without it, then upload: hf upload ORG/NAME DIR",
         ) from None
     return Provenance(
-        model=model_name(model) or model,
-        datasets=tuple(dataset_name(split_sample(name)[0]) or name for name in given),
+        model=_of_hugging_face(model_name(model)) or model,
+        datasets=tuple(_of_hugging_face(dataset_name(split_sample(name)[0])) or name for name in given),
         commits=read_commits(run),
         steps=int(checkpoint.name.removeprefix("checkpoint-")),
         heads_only=args.get("mtp_mode") == "heads_only",
     )
+
+
+def _of_hugging_face(name: HubName | None) -> HubName | None:
+    """Return the name unless it is of ModelScope: a model card links only to Hugging Face."""
+    return None if name is None or name.is_of_modelscope else name

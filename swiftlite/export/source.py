@@ -19,7 +19,6 @@ from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.fp8_source import fp8_model_of
 from swiftlite.export.provenance import Provenance, provenance_of
 from swiftlite.families.resolved import HfModel, resolve
-from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.trunk import Trunk
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import resolve_checkpoint
@@ -191,7 +190,7 @@ def _check_quantized_trunk(args: ExportArgs, state: CheckpointState) -> None:
 
 def _measured_run(args: ExportArgs, checkpoint: Path) -> Path | None:
     """Return the run if the acceptance.json at its end describes the heads of this export; otherwise None."""
-    is_last = checkpoint.name == run_checkpoints(checkpoint.parent)[-1].name
-    if not is_last or args.mtp != "keep" or args.mtp_graft_from or args.draft_vocab is not None:
+    is_measured = checkpoint.name == resolve_checkpoint(checkpoint.parent).name
+    if not is_measured or args.mtp != "keep" or args.mtp_graft_from or args.draft_vocab is not None:
         return None
     return checkpoint.parent

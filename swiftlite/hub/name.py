@@ -1,5 +1,9 @@
-"""Parse names on the hub: `org/name`, `org/name@revision`, and for a dataset `org/name:subset/split@revision`."""
+"""Parse names on the hub: `org/name`, `org/name@revision`, and for a dataset `org/name:subset/split@revision`.
 
+With the prefix `ms:`, or with the environment variable USE_MODELSCOPE, the hub is ModelScope instead of Hugging Face.
+"""
+
+import os
 import re
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,7 +15,9 @@ from swiftlite.args.data_file import DATA_SUFFIXES, split_sample
 MODEL_OPTIONS = ("model", "mtp_graft_from", "baseline", "ref_model", "teacher_model")
 _DATASET_OPTIONS = ("dataset", "val_dataset")
 
-_REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
+MODELSCOPE = "ms:"
+USE_MODELSCOPE = "USE_MODELSCOPE"
+_REPOSITORY = rf"(?P<prefix>{MODELSCOPE})?" r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
 _REVISION = r"(?:@(?P<revision>[\w][\w./-]*))?"
 _SUBSET = r"(?::(?P<subset>[\w.-]*)(?:/(?P<split>[\w.-]+))?)?"
 _MODEL = re.compile(_REPOSITORY + _REVISION)
@@ -27,6 +33,7 @@ class HubName:
         revision: branch, tag or commit; empty: main.
         subset: subset of a dataset; empty: its default subset.
         split: split of a dataset.
+        is_of_modelscope: whether the hub is ModelScope.
     """
 
     kind: Literal["model", "dataset"]
@@ -34,9 +41,14 @@ class HubName:
     revision: str = ""
     subset: str = ""
     split: str = "train"
+    is_of_modelscope: bool = False
+
+    @property
+    def _prefix(self) -> str:
+        return MODELSCOPE if self.is_of_modelscope else ""
 
     def __str__(self) -> str:
-        text = self.repository
+        text = self._prefix + self.repository
         if self.split != "train":
             text += f":{self.subset}/{self.split}"
         elif self.subset:
@@ -48,7 +60,7 @@ class HubName:
     @property
     def key(self) -> str:
         """Key under which the commit of this name is recorded: `models/org/name@main`, without subset and split."""
-        return f"{self.kind}s/{self.repository}@{self.revision or 'main'}"
+        return f"{self._prefix}{self.kind}s/{self.repository}@{self.revision or 'main'}"
 
     def at(self, commit: str) -> Self:
         """Return the same name at a commit."""
@@ -60,7 +72,8 @@ def model_name(text: str) -> HubName | None:
     found = _MODEL.fullmatch(text)
     if found is None or text.endswith(".gguf") or _is_path(text):
         return None
-    return HubName("model", found["repository"], found["revision"] or "")
+    is_of_modelscope = _is_of_modelscope(found)
+    return HubName("model", found["repository"], found["revision"] or "", is_of_modelscope=is_of_modelscope)
 
 
 def dataset_name(text: str) -> HubName | None:
@@ -69,8 +82,17 @@ def dataset_name(text: str) -> HubName | None:
     if found is None or text.endswith(DATA_SUFFIXES) or _is_path(text):
         return None
     return HubName(
-        "dataset", found["repository"], found["revision"] or "", found["subset"] or "", found["split"] or "train"
+        "dataset",
+        found["repository"],
+        found["revision"] or "",
+        found["subset"] or "",
+        found["split"] or "train",
+        _is_of_modelscope(found),
     )
+
+
+def _is_of_modelscope(found: re.Match[str]) -> bool:
+    return bool(found["prefix"]) or os.environ.get(USE_MODELSCOPE, "").lower() in ("1", "true", "yes", "on")
 
 
 def served_name(model: str, given: str | None = None) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.hub import commits
+from swiftlite.hub.modelscope import modelscope_snapshot
 from swiftlite.hub.name import HubName
 from swiftlite.hub.refusal import refusals
 
@@ -24,6 +25,8 @@ def snapshot(name: HubName, files: tuple[str, ...], shows_progress: bool = False
     Raises:
         UserError: the files are not available.
     """
+    if name.is_of_modelscope:
+        return modelscope_snapshot(name, files, tuple(_LEFT_OUT))
     from huggingface_hub import snapshot_download
 
     bar = None

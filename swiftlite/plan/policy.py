@@ -15,6 +15,7 @@ class Policy:
             cispo, only `clip_high` applies.
         teacher_kl_coef: weight of the teacher in the advantages; 0 without a teacher.
         corrects_kl: whether the KL divergence is multiplied by the probability ratio.
+        sapo_temperatures: steepness of the gate of sapo for positive and for other advantages.
         delta: additional upper bound for the ratio where the advantage is negative; None: no bound.
         mismatch_mode: correction for the difference between the probabilities of trainer and engine.
         mismatch_threshold: bound C of this correction.
@@ -24,6 +25,7 @@ class Policy:
     importance_sampling_level: ImportanceSamplingLevel = "token"
     clip_low: float = 0.8
     clip_high: float = 1.2
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
     delta: float | None = None
     beta: float = 0.0
     corrects_kl: bool = True
@@ -37,6 +39,11 @@ class Policy:
         """Whether the loss is a mean over the tokens of the global batch, not over its completions."""
         return self.loss_type in ("dapo", "cispo")
 
+    @property
+    def divides_by_lengths(self) -> bool:
+        """Whether the loss of a completion is a mean over its tokens."""
+        return self.loss_type in ("grpo", "sapo")
+
 
 def policy_of(args: SftArgs) -> Policy:
     """Return the loss that the options of `megatron grpo` select."""
@@ -48,6 +55,7 @@ def policy_of(args: SftArgs) -> Policy:
         clip_low=1 - args.epsilon,
         # The cap of cispo is `epsilon_high` itself, as in TRL.
         clip_high=epsilon_high if args.loss_type == "cispo" else 1 + epsilon_high,
+        sapo_temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),
         delta=args.delta,
         beta=args.beta,
         corrects_kl=args.use_bias_correction_kl,

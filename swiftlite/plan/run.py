@@ -18,6 +18,7 @@ from swiftlite.base.lora import Lora
 from swiftlite.families.index import FAMILIES
 from swiftlite.hub import commits
 from swiftlite.methods.index import method_of
+from swiftlite.plan.best_metric import metric_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_for_engine, heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.kernels import Kernels, Machine, choose, largest_head
@@ -168,13 +169,15 @@ def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> D
         num_replicas: number of ranks that hold the same parameters.
     """
     default = is_cuda and num_replicas > 1
+    divides_matrices = args.optimizer != "muon"  # whose iteration needs whole ones
 
     def settled(value: bool | None, needed: bool = True) -> bool:
         if value is None:
             return default and needed
         return value
 
-    shares, overlaps = settled(args.use_distributed_optimizer), settled(args.overlap_grad_reduce)
+    shares = settled(args.use_distributed_optimizer, divides_matrices)
+    overlaps = settled(args.overlap_grad_reduce)
     return replace(
         group_of(args, DistributedArgs),
         use_distributed_optimizer=shares,
@@ -369,6 +372,7 @@ def layout_lines(plan: Plan) -> list[tuple[str, str]]:
         "step": "packed in each step",
     }
     distributed = {
+        "Muon for matrices": plan.distributed.optimizer == "muon",
         "8-bit moments of AdamW": plan.distributed.optimizer == "adamw_8bit",
         f"{plan.distributed.optimizer_offload_fraction:.0%} of the moments of AdamW on the host": (
             plan.distributed.optimizer_cpu_offload
@@ -429,7 +433,10 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
         steps = f"rows kept x {args.num_train_epochs:g} / global batch, known after reading the data"
     learning_rate = f"{plan.lr:g} after {args.lr_warmup_fraction:g} of the steps"
     if args.lr_decay_style != "constant":
-        learning_rate += f", {args.lr_decay_style} to {plan.min_lr:g}"
+        style = args.lr_decay_style
+        if style == "WSD":
+            style = f"constant, then {args.lr_wsd_decay_style} in the last {args.lr_wsd_decay_fraction:g} of the steps,"
+        learning_rate += f", {style} to {plan.min_lr:g}"
     dataset = " ".join(args.dataset) or "random tokens of the lengths of --sft_mock_dataset_config_json"
     if args.streaming:
         dataset += ", read during training"
@@ -440,6 +447,8 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
         if not method_of(args).evaluates(args):
             evaluates = f"acceptance of drafts before and after training, on {held_out}"
     saves = f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"
+    if metric := metric_of(args):
+        saves += f", and the best one by {metric}"
     if plan.ephemeral_save_steps:
         saves += f"; every {plan.ephemeral_save_steps} steps, keeps it until the next checkpoint"
     return [
@@ -485,6 +494,8 @@ def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
     if plan.heads.layers and measures_acceptance and holds_out(args):
         lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
         lines.append(("drafts.json", "some of the answers, with accepted and rejected drafts"))
+    if metric := metric_of(args):
+        lines.append(("best_checkpoint.json", f"{metric} of each evaluation"))
     if commits.known():
         lines.append((commits.COMMITS_FILE, "commits of models and datasets on the Hugging Face hub"))
     lines += method_of(args).describe_files(args)

@@ -1,4 +1,4 @@
-"""Run `swiftlite report`: write the page of a run again, or a page of several runs."""
+"""Run `swiftlite report`: write the page of a run or of several runs, or serve their pages."""
 
 from pathlib import Path
 
@@ -6,23 +6,25 @@ from swiftlite.args.commands import ReportArgs
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
-from swiftlite.report.comparison import comparison_page
-from swiftlite.report.page import Page, render
-from swiftlite.report.run_files import read_run
-from swiftlite.report.run_page import PAGE_FILE, run_page
+from swiftlite.report.live import INVALID_FILES, PORT, page_of, serve
+from swiftlite.report.page import render
+from swiftlite.report.run_page import PAGE_FILE
 
 
 def run(args: ReportArgs) -> None:
-    """Write the page.
+    """Write the page, or serve it.
 
     Raises:
-        UserError: the page cannot be written, or a file of a run is invalid.
+        UserError: the page cannot be written, a file of a run is invalid, or the port is not available.
     """
     directories = [Path(directory) for directory in args.runs]
+    if args.serve:
+        serve(directories, args.port or PORT)
+        return
     path = Path(args.output or default_output(directories))
     try:
-        content = render(_page(directories))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a file was modified
+        content = render(page_of(directories))
+    except INVALID_FILES as error:
         raise UserError(
             f"--runs {' '.join(args.runs)}: invalid files: {type(error).__name__}: {error}",
             "give unmodified --output_dir directories of training runs",
@@ -32,12 +34,6 @@ def run(args: ReportArgs) -> None:
     except OSError as error:
         raise UserError(f"--output {path} cannot be written: {reason_of(error)}", "use another file") from None
     logger.info("wrote %s", path)
-
-
-def _page(directories: list[Path]) -> Page:
-    if len(directories) == 1:
-        return run_page(read_run(directories[0]))
-    return comparison_page(directories)
 
 
 def default_output(directories: list[Path]) -> Path:

@@ -277,6 +277,7 @@ def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:
     """Return the SVG element with unique ids, the page's colors, and its title for screen readers."""
     # The constrained layout would measure the labels twice and draw the figure again.
     figure.tight_layout(pad=MARGIN)
+    figure.set_layout_engine(None)  # the placeholder that it leaves would make savefig draw twice
     text = as_svg(figure).decode()
     text = re.sub(
         r"\s*<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL

@@ -104,16 +104,22 @@ class Page:
 
     Attributes:
         lead: the main result, in one or two sentences.
+        links: texts and addresses of other pages, on served pages.
     """
 
     title: str
     lead: str
     tiles: Sequence[Tile]
     sections: Sequence[Section] = field(default_factory=list)
+    links: Sequence[tuple[str, str]] = ()
 
 
-def render(page: Page) -> bytes:
-    """Return the page as one HTML file."""
+def render(page: Page, script: str = "") -> bytes:
+    """Return the page as one HTML file.
+
+    Args:
+        script: address of a script on the server of the page.
+    """
     environment = Environment(
         loader=PackageLoader("swiftlite.report"),
         autoescape=True,
@@ -124,7 +130,8 @@ def render(page: Page) -> bytes:
     environment.filters["visible"] = _visible
     environment.filters["folded"] = _folded
     style = Markup(environment.get_template("style.css").render())  # contains no data
-    html = environment.get_template("page.html").render(page=page, style=style, version=swiftlite.__version__)
+    template = environment.get_template("page.html")
+    html = template.render(page=page, style=style, script=script, version=swiftlite.__version__)
     return _CONTROL.sub("\ufffd", html).encode(errors="replace") + b"\n"
 
 

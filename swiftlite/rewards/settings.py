@@ -1,8 +1,10 @@
 """Define the settings of the named reward functions."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from swiftlite.args.commands import GrpoArgs
+if TYPE_CHECKING:
+    from swiftlite.args.commands import GrpoArgs  # whose import takes half of the start of the child process
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class RewardSettings:
     answer_timeout: float = 5.0
 
 
-def reward_settings_of(args: GrpoArgs) -> RewardSettings:
+def reward_settings_of(args: "GrpoArgs") -> RewardSettings:
     """Return the settings that the options of `megatron grpo` select."""
     return RewardSettings(
         timeout=args.reward_timeout,

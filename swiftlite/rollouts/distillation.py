@@ -75,10 +75,7 @@ class AnsweredPromptEncoder:
 
     answers: ConversationEncoder
     max_completion_length: int
-
-    @property
-    def parse(self) -> RowParser:
-        return parse_answered
+    parse: RowParser = parse_answered
 
     @property
     def max_length(self) -> int:

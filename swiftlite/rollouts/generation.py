@@ -95,6 +95,10 @@ class Generation:
     def __len__(self) -> int:
         return len(self.completion_lengths)
 
+    def prompts(self) -> list[list[int]]:
+        """Return the token ids of the prompt of each completion."""
+        return [self.prompt_ids[prompt].tolist() for prompt in _slices(self.prompt_lengths)]
+
     def completions(self) -> list[list[int]]:
         """Return the token ids of each completion."""
         return [self.completion_ids[completion].tolist() for completion in _slices(self.completion_lengths)]
@@ -116,6 +120,18 @@ class Generation:
             sample = self._sample(number, self.prompt_ids[place], completion)
             samples.append(with_images_of(sample, prompts[number]) if prompts else sample)
         return samples
+
+    def trained_samples(self, samples: Sequence[Sample], *, overlong_filter: bool) -> list[Sample]:
+        """Return the samples with which a step is trained: with a filter, truncated completions have no labels."""
+        if not overlong_filter:
+            return list(samples)
+        trained = []
+        for sample, is_truncated in zip(samples, self.is_truncated, strict=True):
+            if is_truncated:
+                nothing = np.full_like(sample.labels, IGNORED)
+                sample = replace(sample, labels=nothing, loss_scale=np.zeros_like(sample.loss_scale))
+            trained.append(sample)
+        return trained
 
     def _sample(self, number: int, prompt_ids: np.ndarray, completion: slice) -> Sample:
         ids = np.concatenate([prompt_ids, self.completion_ids[completion]])

@@ -32,6 +32,7 @@ from swiftlite.rollouts.resample import Resampling
 from swiftlite.rollouts.stored import GenerationFiles, on_first_rank
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.live_weights import LiveWeights
+from swiftlite.train.metrics.trackers import Table
 from swiftlite.train.phases import Run
 from swiftlite.train.stopping import EarlyStop
 from swiftlite.train.trainer import whole_parameters
@@ -92,7 +93,8 @@ class Rollouts:
         number, within = divmod(step, self.files.steps)
         if number != self._number:
             self._generation = self._open(number, step)
-            self._samples = self._samples_of(number, self._generation)
+            samples = self._samples_of(number, self._generation)
+            self._samples = self._generation.trained_samples(samples, overlong_filter=args.overlong_filter)
             self._number = number
         assert self._generation is not None
         part = within % args.steps_per_generation  # the parts are used again in each iteration
@@ -108,6 +110,23 @@ class Rollouts:
         first = step % args.steps_per_generation * args.global_batch_size
         prompts = self._prompts_of(self._number, self._generation)[first : first + args.global_batch_size]
         return list(dict.fromkeys(prompt.source for prompt in prompts))
+
+    def table(self, step: int) -> Table | None:
+        """Return the completions of a generation at its first step (counted from 0); None at other steps, and without
+        --log_completions.
+        """
+        generation = self._generation
+        if not self.args.log_completions or generation is None or step % self.files.steps:
+            return None
+        decode, num_scores = self.run.tokenizer.decode, generation.scores.shape[1]
+        names = self.args.reward_funcs
+        if len(names) != num_scores:  # stored rollouts of another run
+            names = [f"reward {number}" for number in range(1, num_scores + 1)]
+        rows = []
+        for number, (prompt, completion) in enumerate(zip(generation.prompts(), generation.completions(), strict=True)):
+            scores = map(float, generation.scores[number])
+            rows.append([decode(prompt), decode(completion), *scores, float(generation.advantages[number])])
+        return Table("completions", ["prompt", "completion", *names, "advantage"], rows)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return metrics of completions of the held-out prompts, named `eval_...`, under the current weights; empty

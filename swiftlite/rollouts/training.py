@@ -133,7 +133,13 @@ def open_rollouts(run: Run) -> TrainBatches:
             resources=stack.pop_all(),
         )
     evaluate = rollouts.evaluate if rollouts.held_out else None
-    return TrainBatches(rollouts.train, sources_of=rollouts.sources_of, evaluate=evaluate, release=rollouts.close)
+    return TrainBatches(
+        rollouts.train,
+        sources_of=rollouts.sources_of,
+        evaluate=evaluate,
+        release=rollouts.close,
+        table=rollouts.table,
+    )
 
 
 def held_out_prompts(run: Run, args: GrpoArgs) -> HeldOutPrompts | None:

@@ -49,6 +49,7 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     problems: list[Problem] = []
     for part in (args.own, args.run) if isinstance(args, PlannedRun) else (args,):
         problems += common.texts_can_be(part)
+        problems += common.template_variables_can_be_set(part)
         problems += common.options_are_of_the_command(part)
     if problems:  # other rules require valid texts, and would explain options that the command does not have
         raise OptionError(problems)

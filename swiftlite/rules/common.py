@@ -24,6 +24,7 @@ from swiftlite.args.docs import options, unsupported
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads, depth_key, kind_of
 from swiftlite.data.rows.hub_rows import commit_of_dataset
+from swiftlite.data.template_kwargs import impossible_names
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
 from swiftlite.hub.name import dataset_name, model_name
@@ -58,6 +59,12 @@ def options_are_of_the_command(args: Any) -> Iterator[Problem]:
     for name, why in unsupported(type(args)).items():
         if getattr(args, name) != known[name].default:
             yield not_supported(name, method_of(args).words, why)
+
+
+def template_variables_can_be_set(args: Any) -> Iterator[Problem]:
+    for name in impossible_names(vars(args).get("chat_template_kwargs") or {}):
+        problem = f"--chat_template_kwargs cannot set {name!r}"
+        yield problem, "give names of variables of the chat template; --system and rows set the conversation"
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:
@@ -337,6 +344,15 @@ def gradients_have_the_dtype_of_weights(args: SftArgs, facts: Facts) -> Iterator
 def optimizer_is_installed(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         yield "--optimizer adamw_8bit requires torchao, which is not installed", "pip install torchao"
+
+
+def optimizer_has_whole_matrices(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    """megatron-core refuses its own Muon with a distributed optimizer as well (optimizer/muon.py:184 of 0.16.1)."""
+    if args.optimizer == "muon" and args.use_distributed_optimizer:
+        yield (
+            "--optimizer muon does not support --use_distributed_optimizer true, which divides matrices",
+            "remove --use_distributed_optimizer, or use --optimizer adamw",
+        )
 
 
 def optimizer_can_be_offloaded(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -38,11 +38,18 @@ def output_can_be(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--output {path}: the directory {path.parent} does not exist", "create it, or use another file"
 
 
+def serving_has_its_options(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.serve and args.output is not None:
+        yield "--output has no effect with --serve, which writes no file", "remove --output, or --serve"
+    if args.port is not None and not args.serve:
+        yield "--port has no effect without --serve", "add --serve, or remove --port"
+
+
 def _is_page(path: Path) -> bool:
     """Return whether a file is an HTML page, such as an output of `report`."""
     with path.open("rb") as file:
         return file.read(4096).lstrip().lower().startswith((b"<!doctype html", b"<html"))
 
 
-RULES = (there_are_runs, output_can_be, common.numbers_are_in_range)
+RULES = (there_are_runs, output_can_be, serving_has_its_options, common.numbers_are_in_range)
 NOTES = ()

@@ -83,7 +83,7 @@ def run(args: InferArgs) -> None:
 
 def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[PromptEncoder, Sampling]:
     """Return the encoder of prompts and the sampling settings of a model."""
-    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code, args.chat_template_kwargs)
     encoder = PromptEncoder.open(args, model, tokenizer, ENGINES[args.infer_backend])
     stops = stop_token_ids(encoder.template, model.directory)
     if args.speculative in WITH_HEADS:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
+from swiftlite.store.best import Evaluations, best_checkpoint
 from swiftlite.store.objects import ObjectStore, StoreError, url_of
 from swiftlite.store.retention import delete_oldest, is_ephemeral
 from swiftlite.store.run_store import FLAG, RunStore, own_id
@@ -101,7 +102,7 @@ class Copies:
         if self.shares.rank:
             return
         if not self._error:
-            self._error = self._try(lambda: self.store.put_files(self.run))
+            self._error = self._try(self._copy_rest)
         if self._error:
             raise UserError(
                 f"{FLAG} {self.store.objects.place}: the newest checkpoint was not copied: {self._error}",
@@ -136,13 +137,23 @@ class Copies:
         self._claim()
         checkpoint = job.checkpoint
         step = int(checkpoint.name.removeprefix("checkpoint-"))
-        self.store.delete_oldest(None, step)  # incomplete ones, whose space is needed
+        evaluations = Evaluations.read(self.run)
+        self.store.delete_oldest(None, step, evaluations)  # incomplete ones, whose space is needed
         num_bytes = self.store.put_checkpoint(checkpoint, job.shares)
-        self.store.delete_oldest(self.keep, step + 1)
+        self.store.delete_oldest(self.keep, step + 1, evaluations)
         if num_bytes:
             seconds = time.monotonic() - start
             place = self.store.objects.place
             logger.info("copied %s to %s: %.2f GB in %.1f s", checkpoint.name, place, num_bytes / 1e9, seconds)
+
+    def _copy_rest(self) -> None:
+        """Copy the files that the run has written since the last copy, and its best checkpoint, which may have waited
+        while others were copied.
+        """
+        self.store.put_files(self.run)
+        best = best_checkpoint(self.run)
+        if best and int(best.name.removeprefix("checkpoint-")) not in self.store.steps():
+            self.store.put_checkpoint(best)
 
     def _claim(self) -> None:
         """Reserve the store for the run, unless this was done before the first step, when the store may not have

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from swiftlite.base.log import logger
 from swiftlite.plan.facts import run_checkpoints
+from swiftlite.store.best import best_checkpoint
 
 EPHEMERAL_FILE = "ephemeral"
 EPHEMERAL_TEXT = "saved by --ephemeral_save_steps: deleted when a newer checkpoint is complete\n"
@@ -38,10 +39,11 @@ def is_ephemeral(checkpoint: Path) -> bool:
 
 
 def delete_oldest(run: Path, keep: int | None, in_use: Collection[Path] = ()) -> None:
-    """Delete the checkpoints in `old_ones`, except those in use."""
+    """Delete the checkpoints in `old_ones`, except those in use and the best one."""
     checkpoints = run_checkpoints(run)
+    needed = {*in_use, best_checkpoint(run)}
     for old in old_ones(checkpoints, list(filter(is_ephemeral, checkpoints)), keep):
-        if old not in in_use:
+        if old not in needed:
             delete_checkpoint(old)
 
 

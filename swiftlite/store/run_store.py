@@ -26,6 +26,7 @@ from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.decisions import record_decision
 from swiftlite.runtime.lock import holder_of
 from swiftlite.runtime.progress import num_restarts
+from swiftlite.store.best import Evaluations
 from swiftlite.store.manifest import MANIFEST_FILE, read_manifest
 from swiftlite.store.objects import SMALL_BYTES, TRIES, ObjectStore, StoreError, digests_of, in_threads, url_of
 from swiftlite.store.retention import EPHEMERAL_FILE, old_ones
@@ -195,18 +196,21 @@ class RunStore:
                 self.objects.put(name, path if status.st_size > SMALL_BYTES else path.read_bytes())
             self.copied[name] = status.st_mtime_ns
 
-    def delete_oldest(self, keep: int | None, before: int) -> None:
-        """Delete old and incomplete checkpoints.
+    def delete_oldest(self, keep: int | None, before: int, evaluations: Evaluations | None = None) -> None:
+        """Delete old and incomplete checkpoints, except the best one.
 
         Args:
             keep: see `old_ones`.
             before: only checkpoints before this step are deleted. Ranks may already copy later ones.
+            evaluations: those of the run, which determine the best checkpoint.
         """
         self.objects.delete_unfinished(lambda directory: (_step_of(directory) or 0) < before)
         stored = self.objects.list()
         complete = [step for step in _complete(stored) if step < before]
         ephemeral = {step for step in complete if f"checkpoint-{step}/{EPHEMERAL_FILE}" in stored}
         kept = {*complete} - {*old_ones(complete, ephemeral, keep)}
+        if evaluations is not None and (best := evaluations.best_of(complete)) is not None:
+            kept.add(best)
         for step in sorted(_begun(stored)):
             if step in kept or step >= before:
                 continue
@@ -365,8 +369,23 @@ def _fetch_newer(store: RunStore, run: Path, own: int | None, *, keeps_files: bo
         break
     if chosen is None:
         raise damaged[0]
+    if chosen != own:
+        _fetch_best(store, run, chosen)
     for error in damaged:
         record_decision(run, chosen, "damaged_copy", f"{error.problem}; the run continues from checkpoint-{chosen}")
+
+
+def _fetch_best(store: RunStore, run: Path, newest: int) -> None:
+    """Fetch the best of the checkpoints up to the newest one, if the directory lacks it, as on a new machine."""
+    evaluations = Evaluations.read(run)
+    best = evaluations.best_of(step for step in store.steps() if step <= newest) if evaluations else None
+    if best is None or (run / f"checkpoint-{best}").exists():
+        return
+    logger.info("--resume: fetching checkpoint-%d, the best one, from %s", best, store.objects.place)
+    try:
+        store.get_checkpoint(best, run, keeps_files=True)
+    except DamagedCopyError as error:
+        record_decision(run, newest, "damaged_copy", f"{error.problem}; the best one is chosen among the others")
 
 
 def _continue_without(store: RunStore, run: Path, error: StoreError) -> None:

@@ -15,6 +15,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs
@@ -26,6 +27,7 @@ from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.clipping import CheckedOptimizer, SeparateClipping, separate_head_groups
+from swiftlite.train.muon import Muon, matrices_of
 from swiftlite.train.offloaded_adamw import OffloadedAdamW
 
 
@@ -132,6 +134,9 @@ def _optimizer(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParalle
             # nor our clipping find them.
             fraction = plan.distributed.optimizer_offload_fraction
             part.optimizer = OffloadedAdamW(part.optimizer.param_groups, fraction)
+        if plan.distributed.optimizer == "muon":
+            matrices = matrices_of(unwrap_model(list(model)), mesh)
+            part.optimizer = Muon(part.optimizer.param_groups, matrices)
         # One kernel per tensor instead of ten; without Apex, megatron-core creates torch's AdamW with default options.
         if isinstance(part.optimizer, torch.optim.Adam):  # or its subclass AdamW
             for group in part.optimizer.param_groups:
@@ -188,4 +193,6 @@ def _learning_rate(
         end_wd=args.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
+        wsd_decay_steps=max(1, round(steps * args.lr_wsd_decay_fraction)),
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

@@ -38,6 +38,7 @@ from swiftlite.runtime.environment import describe_machine, versions_of
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.runtime.presence import key_value_store
+from swiftlite.store.best import best_checkpoint
 from swiftlite.store.copies import Copies, copies_of
 from swiftlite.store.shares import ALONE, Shares
 from swiftlite.train.batches.micro_batches import Batches, SampleRows
@@ -111,6 +112,7 @@ class Outcome:
         evaluation: the last metrics over held-out rows, by name; empty without held-out rows.
         times: seconds of the first rank by part of the work, see `StepClock.totals`.
         consumed: tokens and samples of all steps, also of earlier processes.
+        last: number of the last step; less than that of the schedule if training ended early.
     """
 
     stopped_by: int
@@ -119,6 +121,7 @@ class Outcome:
     times: Mapping[str, float] = field(default_factory=dict)
     first: int = 0
     consumed: Consumed = field(default_factory=Consumed)
+    last: int = 0
 
 
 def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mesh]:
@@ -350,6 +353,8 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
 
     if not first and run.schedule.steps:  # also if the run resumes from the checkpoint of a run without steps
         evaluation = trainer.evaluate(0)
+        if trainer.best:
+            trainer.best.check(evaluation)
         if not method_of(run.args).evaluates_rows:  # acceptance.json has no place for metrics of completions
             trainer.log(0, evaluation)
         measure("before", evaluation)
@@ -362,13 +367,36 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
         trainer.close()
         logger.warning("stopped by signal %d after saving; the same command with --resume continues", stopped_by)
         return Outcome(stopped_by, seconds, {})
-    evaluation = trainer.evaluate(run.schedule.steps)
-    trainer.log(run.schedule.steps, evaluation)
+    evaluation = trainer.evaluate_last()
+    if run.args.load_best_model_at_end:
+        evaluation = load_best(run, trainer) or evaluation
     measure("after", evaluation)
     if run.is_first_rank:
         trainer.summarize(held_out.summary())
     trainer.close()
-    return Outcome(stopped_by, seconds, evaluation, trainer.clock.totals, first, trainer.consumed)
+    return Outcome(
+        stopped_by, seconds, evaluation, trainer.clock.totals, first, trainer.consumed, last=trainer.last_step
+    )
+
+
+def load_best(run: Run, trainer: Trainer) -> Mapping[str, float] | None:
+    """Load the weights of the best checkpoint, and return their evaluation; None if they are those of the last step.
+    Collective.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    found: list[Path | None] = [None]
+    if run.is_first_rank:
+        found = [best_checkpoint(run.output_dir)]
+    dist.broadcast_object_list(found)
+    best = found[0]
+    if best is None or best.name == f"checkpoint-{trainer.last_step}":
+        return None
+    logger.info("loading %s, the best checkpoint (--load_best_model_at_end)", best)
+    with whole_parameters(trainer.model):
+        load_checkpoint(best, run.mesh, run.train_state.chunks)
+    return trainer.evaluate(CheckpointState.read(best).step)
 
 
 def finish(run: Run, outcome: Outcome) -> int:
@@ -395,7 +423,7 @@ def report(run: Run, outcome: Outcome) -> None:
         tensors = compare_tensors(train_state.chunks, train_state.hashes, train_state.trainable)
     if run.is_first_rank:
         measured = {
-            "steps": run.schedule.steps,
+            "steps": outcome.last,
             "resumed_from": outcome.first,
             "seconds": round(outcome.seconds, 1),
             "times": {name: round(seconds, 3) for name, seconds in outcome.times.items()},

@@ -54,6 +54,7 @@ from swiftlite.train.bad_steps import BadSteps
 from swiftlite.train.batches.exchange import gather
 from swiftlite.train.batches.micro_batches import Batches, MicroBatches, SampleRows
 from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, reads
+from swiftlite.train.best_model import BestModel
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.source import check_model_links
@@ -114,9 +115,9 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     hf_model = models["model"]
     training = training_of(args)
     check_supported(args, mesh, hf_model, training)
-    tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
+    tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code, args.chat_template_kwargs)
     vocab_size = hf_model.config["vocab_size"]
-    encoder = training.make_encoder(args, tokenizer, hf_model)
+    encoder = training.encoder(args, tokenizer, hf_model)
     check_first_rows(args, encoder)
     data = training.load(args, encoder, vocab_size)
     wait_for_ranks("reading and tokenizing rows")
@@ -319,6 +320,20 @@ def check_same_base(args: SftArgs, hf_model: HfModel, checkpoint: Path | None) -
         )
 
 
+def make_checkpointer(run: phases.Run, state: CheckpointState, copies: Copies | None) -> Checkpointer:
+    """Return the checkpointer of a restored run."""
+    return Checkpointer(
+        run.output_dir,
+        run.mesh,
+        run.train_state.chunks,
+        run.train_state.optimizer,
+        phases.state_of(run, state.base),
+        keep=run.args.save_total_limit,
+        is_async=run.args.async_save,
+        copies=copies,
+    )
+
+
 def make_trainer(
     run: phases.Run,
     state: CheckpointState,
@@ -335,16 +350,7 @@ def make_trainer(
     batches = open_train_batches(run, state)
     wait_for_ranks("opening the rows")  # a resumed stream skips those that it has read
     evaluates_rows = method_of(args).evaluates_rows
-    checkpointer = Checkpointer(
-        run.output_dir,
-        run.mesh,
-        train_state.chunks,
-        train_state.optimizer,
-        phases.state_of(run, state.base),
-        keep=args.save_total_limit,
-        is_async=args.async_save,
-        copies=copies,
-    )
+    checkpointer = make_checkpointer(run, state, copies)
     checkpointer.clean_up()
     metric_loggers = []
     if run.is_first_rank:
@@ -376,6 +382,7 @@ def make_trainer(
         consumed=state.consumed,
         lacks_evaluation=run.is_first_rank and phases.lacks_evaluation(run, state.step),
         evaluate_more=batches.evaluate,
+        table=batches.table,
         release=batches.release,
         after_step=hand_out,
         seed=args.seed,
@@ -383,6 +390,7 @@ def make_trainer(
             group_of(args, ProfilingArgs), run.output_dir, dist.get_rank(), is_cuda=run.mesh.device.is_cuda
         ),
         restart_clock=make_restart_clock(is_first_rank=run.is_first_rank),
+        best=BestModel.of(args, state.step, is_first_rank=run.is_first_rank),
     )
 
 

@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.bridge.tensors import some
 from swiftlite.data.batch import Batch
 from swiftlite.model.forward import between_groups, run_batches
@@ -26,12 +27,14 @@ from swiftlite.runtime.decisions import record_decision
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.bad_steps import FLAG, SUGGESTED_SIGMA, BadSteps, restoring_router_biases
+from swiftlite.train.best_model import BestModel
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.state import Consumed
 from swiftlite.train.clipping import CheckedOptimizer
 from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.metrics.step_clock import StepClock
 from swiftlite.train.metrics.stragglers import Stragglers
+from swiftlite.train.metrics.trackers import Table, TableLogger
 from swiftlite.train.objective import Objective, PreparedObjective
 from swiftlite.train.profiling import Profiler
 from swiftlite.train.restarts import RestartClock
@@ -68,12 +71,15 @@ class Trainer:
         bad_steps: decides which steps are applied. Default: all.
         consumed: tokens and samples of all steps so far, those of earlier processes included.
         lacks_evaluation: on the first rank, whether the step that the run resumes from must still be evaluated.
+        table: returns a table about a step (counted from 0) for metric loggers that show tables, see `TrainBatches`.
         release: ends processes that `train_batches` and `evaluate_more` use; called when training has ended, also by an
             error.
         after_step: called on every rank with the number of each step, after it is completed and logged.
         seed: seed of random numbers in training, such as dropout of adapters.
         profiler: records the steps of --profile_steps.
         restart_clock: measures the time that failures cost.
+        best: the evaluations so far, which can end training early. None: without --metric_for_best_model.
+        last_step: number of the last step. It becomes smaller when training ends early.
         clock: the times of this rank.
         stragglers: compares the times of all ranks.
     """
@@ -98,11 +104,14 @@ class Trainer:
     consumed: Consumed = field(default_factory=Consumed)
     lacks_evaluation: bool = False
     evaluate_more: Callable[[int], Mapping[str, float]] | None = None
+    table: Callable[[int], Table | None] = lambda step: None
     release: Callable[[], None] = lambda: None
     after_step: Callable[[int], None] | None = None
     seed: int = 42
     profiler: Profiler = field(default_factory=Profiler)
     restart_clock: RestartClock = field(default_factory=RestartClock)
+    best: BestModel | None = None
+    last_step: int = field(init=False)
     clock: StepClock = field(init=False)
     stragglers: Stragglers = field(init=False)
     _last_saved: int = 0
@@ -111,10 +120,11 @@ class Trainer:
         self.clock = StepClock(self.mesh.device.is_cuda)
         self.stragglers = Stragglers(self.mesh)
         self.bad_steps = self.bad_steps or BadSteps(self.mesh)
+        self.last_step = self.schedule.steps
 
     def fit(self, first: int) -> int:
         """Run all steps after step `first`, with periodic checkpoints and evaluations. There is no evaluation after the
-        last step. A run without steps saves the weights as they were initialized.
+        last step. A run without steps saves the weights as they were initialized. A run that ended early has no step.
 
         Returns:
             The number of the signal that stopped training, in which case a checkpoint was saved; otherwise 0.
@@ -124,9 +134,12 @@ class Trainer:
             self.restart_clock.start(first)
             if all_reduce_max(int(self.lacks_evaluation), self.mesh) and (stopping := self._evaluate(first, stop)):
                 return stopping
+            self._end_early(first)
             if not self.schedule.steps:
                 self._save(0)
             for step in range(first + 1, self.schedule.steps + 1):
+                if step > self.last_step:
+                    break
                 self.log(step - 1, self.restart_clock.before(step))
                 self.profiler.before(step)
                 try:
@@ -136,6 +149,7 @@ class Trainer:
                 if step % self.logging_steps == 0 or step == self.schedule.steps:
                     ranks = self.stragglers.compare(step, self.clock.own_work)
                     self.log(step, metrics | self.clock.metrics() | ranks)
+                self._log_table(step)
                 self.restart_clock.after(step)
                 if self.after_step:
                     self.after_step(step)
@@ -143,7 +157,7 @@ class Trainer:
                 # Before the save: a run that resumes from this checkpoint looks for the evaluation in metrics.jsonl.
                 if step % self.plan.eval_steps == 0 and step < self.schedule.steps and not stopping:
                     stopping = self._evaluate(step, stop)
-                if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
+                if step % self.plan.save_steps == 0 or step == self.last_step or stopping:
                     self._save(step)
                 elif self.plan.ephemeral_save_steps and step % self.plan.ephemeral_save_steps == 0:
                     self._save(step, is_ephemeral=True)
@@ -155,8 +169,7 @@ class Trainer:
                         self.checkpointer.poll()
                 self.profiler.after(step)
             self._finish_checkpoint()
-            last = self.schedule.steps
-            self.log(last, self.restart_clock.before(last + 1))
+            self.log(self.last_step, self.restart_clock.before(self.last_step + 1))
         return 0
 
     def _evaluate(self, step: int, stop: StopSignals) -> int:
@@ -168,10 +181,33 @@ class Trainer:
 
         try:
             with between_groups(check):
-                self.log(step, self.evaluate(step))
+                metrics = self.evaluate(step)
         except Stopped:
             return all_reduce_max(stop.received, self.mesh)
+        self._record(step, metrics)
+        self._end_early(step)
         return 0
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.best:
+            self.best.record(step, metrics)
+        self.log(step, metrics)  # last: a resumed run evaluates a step again that has no line in metrics.jsonl
+
+    def _end_early(self, step: int) -> None:
+        """Make a step the last one if the metric has not improved for too long; collective."""
+        if self.best and self.last_step > step and all_reduce_max(int(self.best.ends_training), self.mesh):
+            self.last_step = step
+            metric, patience = self.best.evaluations.metric, self.best.patience
+            logger.info("training ends at step %d: %s has not improved in %d evaluations", step, metric, patience)
+
+    def evaluate_last(self) -> dict[str, float]:
+        """Evaluate the last step, and log the metrics unless that was done when training ended early."""
+        metrics = self.evaluate(self.last_step)
+        if self.last_step == self.schedule.steps:
+            self._record(self.last_step, metrics)
+            if self.best and self.checkpointer:
+                self.checkpointer.clean_up()  # an earlier checkpoint may not be the best one any more
+        return metrics
 
     def _stop_before(self, step: int, first: int, stop: StopSignals) -> int:
         """Save the last step unless it is saved already; return the number of the signal."""
@@ -417,6 +453,13 @@ class Trainer:
         """Send the summary of the run to all metric loggers."""
         for metric_logger in self.metric_loggers:
             metric_logger.summarize(figures)
+
+    def _log_table(self, step: int) -> None:
+        """Send the table of a step to the metric loggers that show tables; only the first rank has metric loggers."""
+        loggers = [each for each in self.metric_loggers if isinstance(each, TableLogger)]
+        if loggers and (table := self.table(step - 1)):
+            for metric_logger in loggers:
+                metric_logger.log_table(step, table)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics to all metric loggers."""

@@ -33,11 +33,13 @@ EVALUATION = {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25}
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl")
 all_families = pytest.mark.parametrize("family", some_of(FAMILIES, "qwen3_5"), indirect=True)
+# As a parameter too: without one, pytest would compute the fixtures of the module again.
+one_family = pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
 
 
 @pytest.fixture(scope="module")
 def family(request) -> str:
-    return getattr(request, "param", "qwen3_5")
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +65,11 @@ def prompts(hf_dir, hf, family) -> list[Any]:
     return make_prompts(hf_dir, Seeing.open(hf_dir, family, 2), hf)
 
 
-@pytest.fixture
-def held_out(hf_dir, hf, mesh, prompts, tmp_path) -> HeldOut:
+@pytest.fixture(scope="module")
+def held_out(hf_dir, hf, mesh, prompts, tmp_path_factory) -> HeldOut:
     channels = ["images" if prompt.images else "" for prompt in prompts]
     return HeldOut(
-        path=tmp_path / "acceptance.json",
+        path=tmp_path_factory.mktemp("measured") / "acceptance.json",
         mesh=mesh,
         num_drafts=2,
         prompts=[
@@ -81,15 +83,20 @@ def held_out(hf_dir, hf, mesh, prompts, tmp_path) -> HeldOut:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(hf_dir, mesh) -> Any:
     (model,), _ = open_model(resolve(hf_dir).with_images(), mesh, dtype=torch.float32)
     return model.eval()
 
 
-def generated(held_out: HeldOut, model: Any, name: str = "generated") -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def measured(held_out, model) -> dict[str, Any]:
+    return measure(held_out, model)
+
+
+def measure(held_out: HeldOut, model: Any) -> dict[str, Any]:
     held_out.measure("before", [model], EVALUATION)
-    return read_acceptance(held_out.path)["before"][name]
+    return read_acceptance(held_out.path)["before"]
 
 
 def counts_of(measured: dict[str, Any]) -> tuple[int, int, list[int]]:
@@ -98,10 +105,9 @@ def counts_of(measured: dict[str, Any]) -> tuple[int, int, list[int]]:
 
 
 @all_families
-def test_counts_equal_a_reference_and_the_transformers_engine(hf_dir, hf, reference, prompts, held_out, model):
-    measured = generated(held_out, model)
+def test_counts_equal_a_reference_and_the_transformers_engine(hf_dir, hf, reference, prompts, measured):
     counts = counts_within_answers(reference, hf, prompts, 2)
-    assert counts_of(measured) == (counts.drafts, counts.drafted, list(counts.accepted_per_position))
+    assert counts_of(measured["generated"]) == (counts.drafts, counts.drafted, list(counts.accepted_per_position))
     assert 0.1 < counts.acceptance_rate < 0.9
     config = EngineConfig(resolve(hf_dir).with_images(), "float32", num_speculative_tokens=2, max_images=2)
     engine = start_engine("transformers", config)
@@ -148,26 +154,28 @@ def test_features_and_positions_matter(hf, reference, prompts, changed):
     assert change_P[~has_images].max() == 0
 
 
-def test_prompts_with_images_are_a_channel(hf, reference, prompts, held_out, model):
+@one_family
+def test_prompts_with_images_are_a_channel(hf, reference, prompts, measured):
     counts = counts_within_answers(reference, hf, [prompt for prompt in prompts if prompt.images], 2)
-    channels = generated(held_out, model, "generated_by_channel")
+    channels = measured["generated_by_channel"]
     assert list(channels) == ["images"]
     assert counts_of(channels["images"]) == (counts.drafts, counts.drafted, list(counts.accepted_per_position))
 
 
-def test_long_prompts_are_read_in_parts(held_out, model, monkeypatch):
+@one_family
+def test_long_prompts_are_read_in_parts(held_out, model, measured, monkeypatch):
     """An image can be divided over passes of the trunk. The tower runs once per prompt with images."""
-    whole = generated(held_out, model)
     monkeypatch.setattr(greedy, "MAX_PASS_TOKENS", 3)
     runs = []
-    model.tower.register_forward_hook(lambda *_: runs.append(1))
-    assert generated(held_out, model) == whole
+    handle = model.tower.register_forward_hook(lambda *_: runs.append(1))
+    assert measure(held_out, model)["generated"] == measured["generated"]
+    handle.remove()
     assert len(runs) == sum(len(prompt.extras.get("patches", ())) > 0 for prompt in held_out.prompts)
 
 
-def test_a_prompt_alone_has_the_counts_that_it_has_among_others(held_out, model):
-    together = generated(held_out, model)
+@one_family
+def test_a_prompt_alone_has_the_counts_that_it_has_among_others(held_out, model, measured):
     drafts = 0
     for prompt in held_out.prompts:
-        drafts += generated(replace(held_out, prompts=[prompt]), model)["drafts"]
-    assert drafts == together["drafts"]
+        drafts += measure(replace(held_out, prompts=[prompt]), model)["generated"]["drafts"]
+    assert drafts == measured["generated"]["drafts"]

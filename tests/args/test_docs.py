@@ -45,6 +45,7 @@ def test_groups_are_the_declaring_classes_in_order():
         "model",
         "torch_dtype",
         "trust_remote_code",
+        "chat_template_kwargs",
     ]
     assert [*groups(ExportArgs)] == [
         title(each)

@@ -17,7 +17,7 @@ from swiftlite.bridge.encoding.compressed_tensors import WeightArgs, WritableBlo
 from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.fp8 import WritableFp8
 from swiftlite.bridge.encoding.index import format_of
-from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.hf_config import read_config, write_patched
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe
 from tests.messages import naming
 from tests.tiers import some_of
@@ -383,6 +383,17 @@ def test_stored_tensors_that_do_not_match_are_named(tmp_path, scheme, changes, r
             },
             "compressed-tensors 3",
         ),
+        ({"quant_method": "modelopt"}, "modelopt quant_algo NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt quant_algo NVFP4_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "modelopt quantized_layers"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"x": {"quant_algo": "W4A8_AWQ"}},
+            },
+            "modelopt quant_algo W4A8_AWQ",
+        ),
     ],
 )
 def test_formats_that_are_not_supported_are_named(quantization, tokens):
@@ -390,9 +401,91 @@ def test_formats_that_are_not_supported_are_named(quantization, tokens):
         format_of({"model_type": "qwen3", "quantization_config": quantization})
 
 
-def test_the_file_of_modelopt_is_noticed(tmp_path):
-    """The config.json of some of NVIDIA's models does not have the key."""
+def modelopt_tensors() -> tuple[Tensors, Tensors]:
+    """Return the stored tensors of a matrix in each of ModelOpt's formats, and the matrices that they stand for.
+
+    `tests/bridge/test_modelopt.py` compares with ModelOpt itself where it is installed.
+    """
+    rows, columns = 200, 320
+    codes = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    per_block = torch.rand(2, 3) + 0.1
+    blocks = per_block.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    per_row = torch.rand(rows) + 0.1
+    exponents = torch.randint(120, 130, (rows, columns // 32), dtype=torch.uint8)
+    stored = {
+        "matrix": torch.tensor(0.25),
+        "vector": torch.tensor([0.25]),
+        "rows": per_row,
+        "blocks": per_block,
+        "spread": per_block[:, None, :, None].contiguous(),
+        "exponents": exponents,
+    }
+    factors = {
+        "matrix": torch.tensor(0.25),
+        "vector": torch.tensor(0.25),
+        "rows": per_row[:, None],
+        "blocks": blocks,
+        "spread": blocks,
+        "exponents": torch.exp2(exponents.float() - 127).repeat_interleave(32, 1),
+    }
+    tensors = {f"{name}.weight": codes.clone() for name in stored}
+    tensors |= {f"{name}.weight_scale": scale.clone() for name, scale in stored.items()}
+    expected = {f"{name}.weight": codes.float() * factor for name, factor in factors.items()}
+    return tensors | {"matrix.input_scale": torch.tensor(1.0), "x.k_scale": torch.tensor(1.0)}, expected
+
+
+@pytest.mark.parametrize("part", [(slice(0, 200), slice(0, 320)), (slice(120, 131), slice(120, 140))])
+def test_one_checkpoint_has_several_formats_of_modelopt(tmp_path, part):
+    tensors, expected = modelopt_tensors()
+    layers = {
+        "matrix": {"quant_algo": "FP8"},
+        "rows": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "blocks": {"quant_algo": "fp8_pb_wo"},
+        "exponents": {"quant_algo": "MXFP8"},
+    }
+    quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    config = write(tmp_path, tensors, quantization)
+    with Checkpoint(tmp_path, format_of(config)) as checkpoint:
+        assert checkpoint.entries.keys() == expected.keys()
+        for name, matrix in expected.items():
+            target = torch.empty_like(matrix[part])
+            checkpoint.read_into(target, name, part)
+            assert torch.equal(target, matrix[part])
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({"rows.pre_quant_scale": torch.ones(320)}, "rows.weight rows.pre_quant_scale"),
+        ({"blocks.weight_scale": torch.ones(2, 2)}, "blocks.weight_scale 2, 2"),
+        ({"exponents.weight_scale": torch.ones(200, 9, dtype=torch.uint8)}, "exponents.weight_scale 200, 9"),
+        ({"rows.weight": torch.zeros(200, 320, dtype=torch.int8)}, "rows.weight int8"),
+        ({"rows.weight": torch.zeros(200, 320, dtype=torch.uint8)}, "rows.weight 1, 16"),
+    ],
+)
+def test_tensors_of_modelopt_that_do_not_match_are_named(tmp_path, changes, tokens):
+    tensors, _ = modelopt_tensors()
+    config = write(tmp_path, tensors | changes, {"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(UserError, match=naming(tokens)), Checkpoint(tmp_path, format_of(config)):
+        pass
+
+
+def test_the_file_of_modelopt_is_read_and_written(tmp_path):
+    """The config.json of some of NVIDIA's models does not have the key. TensorRT-LLM reads the other file."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(UserError, match=naming("config.json quantization_config modelopt")):
-        format_of(read_config(tmp_path))
+    file = tmp_path / "hf_quant_config.json"
+    quantization = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
+    config = read_config(tmp_path)
+    found = config["quantization_config"]
+    assert (found["quant_method"], found["quant_algo"], found["ignore"]) == ("modelopt", "NVFP4", ["lm_head"])
+    assert found["kv_cache_scheme"]["num_bits"] == 8
+    assert format_of(config) is not None
+    (tmp_path / "out").mkdir()
+    write_patched(tmp_path, tmp_path / "out", {"quantization_config": found | {"ignore": ["lm_head", "mtp*"]}})
+    written = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
+    assert written["quantization"] == quantization | {"exclude_modules": ["lm_head", "mtp*"]}
+    assert written["producer"] == {"name": "modelopt"}
+    file.write_text("{}")
+    with pytest.raises(UserError, match=naming("hf_quant_config.json")):
+        read_config(tmp_path)

@@ -48,10 +48,12 @@ def test_every_part_has_a_line(capsys):
         "llamacpp",
         "--optimizer adamw_8bit",
         "--checkpoint_store",
+        "ModelScope",
         "tensorboard",
         "wandb",
         "swanlab",
         "mlflow",
+        "trackio",
     ]
     assert mention_each([line.split("  ")[0] for line in report.splitlines()], names)
     # These tests need every core package, so a doctor that misses one is wrong.

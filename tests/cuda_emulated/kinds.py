@@ -6,6 +6,7 @@ This module does not import torch.
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,9 +122,16 @@ def loss_pairs(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> 
     return pairs
 
 
-def write_inputs(directory: Path, names: list[str]) -> None:
+def start_command(words: list[str]) -> None:
+    subprocess.run([sys.executable, "-m", "swiftlite", *words], check=True)
+
+
+def write_inputs(directory: Path, names: list[str], command: Callable[[list[str]], None] = start_command) -> None:
     """Write the models and rows of some kinds. transformers writes them, so this must not run in an
     emulated process.
+
+    Args:
+        command: runs `swiftlite` with some words.
     """
     from tests.data.images import data_uri, noise
 
@@ -139,5 +147,4 @@ def write_inputs(directory: Path, names: list[str]) -> None:
         MODELS[name].make(directory / name)
     if "grpo" in names:
         drawing = replace(KINDS["grpo"], options=f"{kinds.SAMPLED} --reward_funcs length")
-        words = words_of(drawing, directory, directory / "drawn")
-        subprocess.run([sys.executable, "-m", "swiftlite", *words], check=True)
+        command(words_of(drawing, directory, directory / "drawn"))

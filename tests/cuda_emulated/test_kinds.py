@@ -9,13 +9,16 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cuda_emulated import library
+from tests.cuda_emulated import library, worker
 from tests.cuda_emulated.kinds import FLOAT32_BOUND, KINDS, STEPS, bound_of, loss_pairs, write_inputs
 from tests.cuda_emulated.record import Event
+from tests.forked import forkserver, start_swiftlite
 from tests.tiers import all_but, selected, some_of
 from tests.untimed import untimed
 
@@ -54,6 +57,7 @@ SLOW = (
     "heads_only kl, not fused",
     "cached trunk states",  # three epochs; "streamed trunk" writes and reads such states too
     "unrolled",
+    "unrolled packed",
     "images",
     "recomputed selectively",
     "saved asynchronously",
@@ -70,29 +74,38 @@ def results(request, tmp_path_factory) -> Callable[[str, str], Found]:
     """Return results(device, kind), for the emulated device and the CPU, and for the kinds that selected tests need.
 
     All kinds take a minute and a half in three processes on two cores, because the emulated device is as slow as two
-    processes. A part of the kinds has one emulated device, because its start takes as long as several kinds.
+    processes. A part of the kinds has one emulated device, because its start takes as long as several kinds. The
+    process of the CPU is forked.
     """
     directory = tmp_path_factory.mktemp("kinds")
     needed = {*selected(request, "name"), *LAUNCHES, *(f"{name} 4 layers" for name in LAUNCHES)}
     if "optimizer on the host" in needed:
         needed.add(PLAIN_OPTIMIZER)
     names = [name for name in KINDS if name in needed]
-    write_inputs(directory, names)
+    write_inputs(directory, names, partial(forked_command, directory=directory))
     devices = 2 if len(names) > 30 else 1
-    parts = [*(("emulated", names[first::devices]) for first in range(devices)), ("cpu", names)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     processes = []
-    for device, some in parts:
-        command = [sys.executable, "-m", "tests.cuda_emulated.worker", device, str(directory), *some]
-        processes.append(subprocess.Popen(command, env=environment))
+    for first in range(devices):
+        words = ["-m", "tests.cuda_emulated.worker", "emulated", directory, *names[first::devices]]
+        processes.append(subprocess.Popen([sys.executable, *words], env=environment))
+    cpu = forkserver().Process(target=worker.compute_on_cpu, args=(directory, names))
+    cpu.start()
     try:
         codes = [process.wait(timeout=900) for process in processes]
+        cpu.join(900)
     finally:
-        for process in processes:
+        for process in (*processes, cpu):
             process.kill()  # of those that ended this does nothing
-    assert set(codes) == {0}
+    assert {*codes, cpu.exitcode} == {0}
     found = {(path.parent.name, path.stem): json.loads(path.read_text()) for path in directory.glob("results/*/*.json")}
     return lambda device, name: found[device, name]
+
+
+def forked_command(words: list[str], directory: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = start_swiftlite(words, directory, [environment], directory / "drawn.out", directory / "drawn.err")
+    assert running.wait(300) == 0, running.communicate()
 
 
 @pytest.fixture

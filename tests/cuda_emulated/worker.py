@@ -54,6 +54,14 @@ def main(device: str, directory: Path, names: list[str]) -> None:
         shutil.rmtree(here / "runs" / name, ignore_errors=True)
 
 
+def compute_on_cpu(directory: Path, names: list[str]) -> None:
+    """Do in a forked process what this program does for the CPU."""
+    import torch
+
+    torch.set_num_threads(1)
+    main("cpu", directory, names)
+
+
 def run(kind: Any, directory: Path, name: str, is_device: bool) -> dict[str, Any]:
     """Run one kind, and return its output, metrics and events."""
     from swiftlite.cli.main import main as swiftlite

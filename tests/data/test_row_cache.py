@@ -24,6 +24,7 @@ from swiftlite.data.rows.rated import parse_rated
 from swiftlite.data.rows.sources import find_rows
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate
+from swiftlite.data.template_kwargs import with_kwargs
 from tests.data.templates import CHATML
 from tests.messages import mentions
 
@@ -190,6 +191,8 @@ def test_other_rows_or_options_have_other_files(make_encoder, write_jsonl, tmp_p
     assert num_encoded(seed=1) == 0  # without a sample, the seed has no effect
     assert num_encoded(max_length=50) == 13
     assert num_encoded(chat_template=CHATML + "{# another #}") == 13
+    assert num_encoded(chat_template=with_kwargs(CHATML, {"enable_thinking": False})) == 13
+    assert num_encoded(chat_template=with_kwargs(CHATML, {"enable_thinking": True})) == 13
     assert num_encoded(system="s") == 13
     assert num_encoded(parse=partial(parse_row, no_images="why")) == 13
     assert num_encoded(path + "#5") == num_encoded(path + "#5", seed=1) == num_encoded(path + "#6") - 1 == 5

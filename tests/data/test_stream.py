@@ -24,6 +24,7 @@ from swiftlite.data.sample import Sample, digest
 from swiftlite.data.template import ChatTemplate
 from tests.data.templates import CHATML
 from tests.messages import mention_each, mentions, naming
+from tests.tiers import some_of
 
 BAD = {"query": "q", "response": ""}
 
@@ -103,7 +104,7 @@ def test_every_epoch_brings_every_row(make_rows, write_jsonl):
     assert sum(counts) > 3 * 23
 
 
-@pytest.mark.parametrize("buffer_size", [1, 8, 60])  # the last is more than two epochs
+@pytest.mark.parametrize("buffer_size", some_of([1, 8, 60], 1, 60))  # the last is more than two epochs
 def test_a_stream_goes_on_bit_for_bit(make_rows, write_jsonl, buffer_size):
     rows = [row(i, i % 5 + 1) for i in range(20)]
     path = write_jsonl([*rows[:7], BAD, *rows[7:], row(99, words=60)])

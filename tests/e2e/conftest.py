@@ -32,18 +32,21 @@ class Commands:
         self._stores = []  # where ranks meet, as long as this lives
         self._numbers = itertools.count()
 
-    def start(self, *argv: object, processes: int = 1, signal_at: SignalAtCall | None = None) -> Running:
+    def start(
+        self, *argv: object, processes: int = 1, signal_at: SignalAtCall | None = None, pages: bool = False
+    ) -> Running:
         """Start one process, or several ranks with the environment that torchrun would set.
 
         Args:
             signal_at: where each process sends itself a signal.
+            pages: whether runs write run_report.html.
         """
         environments = [self._environment()]
         if processes > 1:
             self._stores.append(open_store())
             ranks = rank_environments(processes, self._stores[-1].port)
             environments = [self._environment() | rank for rank in ranks]
-        return start_swiftlite(list(map(str, argv)), self.directory, environments, *self._outputs(), signal_at)
+        return start_swiftlite(list(map(str, argv)), self.directory, environments, *self._outputs(), signal_at, pages)
 
     @staticmethod
     def kill(process: Running) -> None:
@@ -51,13 +54,13 @@ class Commands:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
-    def run(self, *argv: object, processes: int = 1) -> subprocess.CompletedProcess:
+    def run(self, *argv: object, processes: int = 1, pages: bool = False) -> subprocess.CompletedProcess:
         words = list(map(str, argv))
         if self._host:
             out, err = self._outputs()
             code = self._host.call(run_swiftlite, words, self.directory, out, err)
             return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
-        process = self.start(*words, processes=processes)
+        process = self.start(*words, processes=processes, pages=pages)
         out, err = process.communicate(timeout=600)
         return subprocess.CompletedProcess(words, process.wait(0), out, err)
 

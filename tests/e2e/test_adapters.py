@@ -32,6 +32,7 @@ from tests.tiny import make_tiny_tokenizer
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,  # test_deploy.py has the options of vLLM, test_lora.py and test_adapters.py the files
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 NEW_TOKENS = 24

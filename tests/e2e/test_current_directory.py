@@ -45,7 +45,7 @@ COMMANDS = [
         id="bench",
         marks=[needs_llamacpp, slow],
     ),
-    pytest.param("doctor --model . --engine vllm", "", id="doctor", marks=needs_vllm),
+    pytest.param("doctor --model . --engine vllm", "", id="doctor", marks=[needs_vllm, slow]),
     pytest.param(f"deploy --model . --port 8148 {UNKNOWN}", "quantization", id="deploy", marks=[needs_vllm, slow]),
     pytest.param(f"infer --model . --infer_backend vllm {PROMPTS}", "", id="infer, vllm", marks=[needs_vllm, slow]),
     pytest.param(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,23 @@ def write_drafted(directory: Path, family: str, version: str) -> list[list[int]]
     return prompts
 
 
+Drafted = Callable[[str, str], tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def drafted(shared) -> Drafted:
+    """Return drafted(family, version), which returns a model of `write_drafted`, not to be changed, and its prompts."""
+
+    def get(family: str, version: str) -> tuple[Path, list[list[int]]]:
+        def make(directory: Path) -> None:
+            (directory / "prompts.json").write_text(json.dumps(write_drafted(directory, family, version)))
+
+        directory = shared(f"eagle{version}-{family}", make)
+        return directory, json.loads((directory / "prompts.json").read_text())
+
+    return get
+
+
 CASES = [(family, "3.1", 3) for family in VLLM_TRUNKS]
 # Tiny models of the other two do not learn three drafts from states that are not normalized.
 CASES += [(family, "3.0", 3) for family in VLLM_TRUNKS if family not in ("llama", "olmo2")]
@@ -76,10 +94,10 @@ CASES += [("llama", "3.1", 1), ("qwen3", "3.0", 1)]
 @pytest.mark.engine
 @needs_vllm
 @pytest.mark.parametrize(("family", "version", "num_tokens"), some_of(CASES, ("llama", "3.1", 3)))
-def test_counts_of_vllm_without_plugins(family, version, num_tokens, vllm_host, tmp_path, mesh):
-    prompts = write_drafted(tmp_path / "model", family, version)
-    reference = Eagle3Reference.load(tmp_path / "model", family)
-    directory = exported(tmp_path / "model", tmp_path, mesh)
+def test_counts_of_vllm_without_plugins(family, version, num_tokens, drafted, vllm_host, tmp_path, mesh):
+    model, prompts = drafted(family, version)
+    reference = Eagle3Reference.load(model, family)
+    directory = exported(model, tmp_path, mesh)
     counts = check_counts(vllm_host, reference, directory, prompts, num_tokens, DRAFT_CLASS)
     reference.features = [0, 1, 2]  # off by one
     assert reference.simulate(prompts, NEW_TOKENS, num_tokens)[1] != counts
@@ -105,9 +123,9 @@ def test_a_draft_vocabulary(vllm_host, tmp_path, mesh):
 
 @pytest.mark.engine
 @needs_vllm
-def test_doctor_loads_trunk_and_folder_without_plugins(vllm_host, tmp_path, mesh):
-    write_drafted(tmp_path / "model", "llama", "3.1")
-    directory = exported(tmp_path / "model", tmp_path, mesh)
+def test_doctor_loads_trunk_and_folder_without_plugins(drafted, vllm_host, tmp_path, mesh):
+    model, _ = drafted("llama", "3.1")
+    directory = exported(model, tmp_path, mesh)
     report = vllm_host.call(partial(report_of, directory))
     assert (report.problems, report.notes, report.draft) == ([], [], DRAFT_CLASS)
     file = directory / "draft" / "model.safetensors"
@@ -148,7 +166,7 @@ OPTIONS = (
 
 def sft_words(dataset: Path) -> list[str]:
     files = f"--model model --dataset {dataset} --val_dataset val.jsonl"
-    return f"megatron sft {files} --drafter eagle3.1 {OPTIONS} --train_iters 120 --save_steps 60".split()
+    return f"megatron sft {files} --drafter eagle3.1 {OPTIONS} --train_iters 60 --save_steps 30".split()
 
 
 def train(commands: Commands, dataset: Path) -> dict[str, Any]:
@@ -201,7 +219,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(commands, dataset):
     train(commands, dataset)
     directory = commands.directory
     shutil.copytree(directory / "whole", directory / "parts")
-    shutil.rmtree(directory / "parts" / "checkpoint-120")
+    shutil.rmtree(directory / "parts" / "checkpoint-60")
     commands.ok(*sft_words(dataset), "--output_dir", "parts", "--resume", "true")
     commands.ok(*"export --to_hf --model parts --output_dir hf-parts".split())
     whole, parts = (load_file(directory / name / "draft" / "model.safetensors") for name in ("hf", "hf-parts"))

@@ -47,6 +47,7 @@ def run_until(argv: list[str], directory: Path, out: Path, err: Path, answers: P
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_vllm_stopped_and_gone_on_with(vllm_host, infer: list[str], tmp_path):
     """Heads draft, and two prompts run at a time while others wait."""
     commands = Commands(tmp_path, vllm_host)

@@ -104,7 +104,7 @@ def launched(tmp_path_factory) -> Launched:
     stopped_at = read_metrics(run)[-1]["step"]
     files = [path.name for path in run.iterdir()]
     commands = Commands(directory)
-    commands.ok(*words, "--output_dir", run, "--resume", processes=2)
+    commands.ok(*words, "--output_dir", run, "--resume", processes=2, pages=True)
     commands.ok(*words, "--output_dir", whole, processes=2)
     return Launched(
         run, whole, process.returncode, errors, stopped_at, files, sorted(set(listening)), executed_in(model)

@@ -315,7 +315,7 @@ def check_request_of_lm_eval(name: str) -> None:
     body = {"messages": messages, "model": name, "max_tokens": 8, "temperature": 0, "stop": ["Q:"], "seed": 1234}
     assert json.loads(post("/v1/chat/completions", body))["model"] == name
     (served,) = json.loads(get(f"{URL}/v1/models", key=KEY))["data"]
-    assert served["id"] == name
+    assert served["id"] == served["root"] == name  # not the directory of the model
     with pytest.raises(HTTPError, match="404"):
         post("/v1/chat/completions", body | {"model": "another"})
 

@@ -68,7 +68,8 @@ def test_killed_while_saving_leaves_the_checkpoint_before(commands, sft, tmp_pat
 @pytest.mark.parametrize("number", some_of([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], signal.SIGTERM))
 def test_a_stop_signal_saves_and_ends_cleanly(commands, sft, tmp_path, number):
     run = tmp_path / "run"
-    process = commands.start(*sft, "--save_steps", "1000", "--train_iters", "500", "--output_dir", run)
+    words = [*sft, "--save_steps", "1000", "--train_iters", "500", "--output_dir", run]
+    process = commands.start(*words, pages=True)
     wait_for(lambda: steps_written(run) >= 3, process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)

@@ -204,6 +204,61 @@ def drafted_by_load(
         engine.close()
 
 
+def drafted_after_load(
+    directory: Path, schedule: DraftSchedule, prompts: list[list[int]], lengths: list[int], case: str
+) -> tuple[list[list[int]], torch.Tensor, list[int]]:
+    """Serve requests of different lengths with a draft schedule, so that the load falls while some are in progress.
+
+    Args:
+        lengths: number of tokens of each answer.
+        case: "swiftlite" postpones steps of the head that draft nothing; "vllm" runs them at once; "lost" never runs
+            them.
+
+    Returns:
+        The answers, the head's states that drafts are made from [drafts, hidden size], and the number of tokens per
+            request in each call of the head without drafts.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    from swiftlite.engines.vllm import postponed
+    from swiftlite.engines.vllm.options import schedule_options
+
+    if case == "vllm":
+        postponed.can_postpone = lambda *_: False
+    if case == "lost":
+        postponed._compute = lambda *_: None
+    sizes: list[int] = []
+    states: list[torch.Tensor] = []
+    drafter: Any = llm_base_proposer.SpecDecodeBaseProposer
+    inputs_of, draft = drafter.set_inputs_first_pass, drafter._greedy_sample
+
+    def counting(proposer: Any, **named: Any) -> Any:
+        if proposer.num_speculative_tokens == 0:
+            sizes.append(named["cad"].max_query_len)
+        return inputs_of(proposer, **named)
+
+    def recording(proposer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        states.append(hidden_states.clone())
+        return draft(proposer, hidden_states)
+
+    drafter.set_inputs_first_pass = counting
+    drafter._greedy_sample = recording
+    given = {"method": "mtp", "num_speculative_tokens": schedule.largest, **schedule_options(schedule)}
+    config = EngineConfig(resolve_served(directory), "float32", max_model_len=256, speculative_config=given)
+    engine: Any = start_engine("vllm", config)
+    try:
+        parameters = [
+            SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths
+        ]
+        asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = engine._llm.generate(asked, parameters, use_tqdm=False)
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        return answers, torch.cat(states), sizes
+    finally:
+        engine.close()
+
+
 def prefix_hits(engine: Any, prompt: Sequence[int]) -> int:
     """Return the number of tokens that vLLM finds in its prefix cache when it answers a prompt for the second time."""
 

@@ -213,6 +213,7 @@ def simulate(
     return answers, Counts(drafts, sum(counts.drafted for counts in found), tuple(accepted))
 
 
+@torch.no_grad()
 def counts_within_answers(reference: Seeing, model: Any, prompts: list[Seen], num_tokens: int) -> Counts:
     """Return the counts of `simulate` without drafts that are accepted after the end of an answer, as in HeldOut."""
     drafts, accepted = 0, [0] * num_tokens
@@ -220,9 +221,12 @@ def counts_within_answers(reference: Seeing, model: Any, prompts: list[Seen], nu
         reference.look(model, [prompt])
         ids = prompt.ids_1S[0].tolist()
         row = reference.greedy(ids, NEW_TOKENS)
+        fed, _ = reference.trunk_states(torch.tensor([ids + row]))
+        ends = range(len(ids) + 1, len(ids) + NEW_TOKENS)  # one pass, as in `Reference.simulate`
+        proposals = reference.draft_logits_at(ids + row, ends, num_tokens, fed).argmax(-1).tolist()
         done = 1
         while done < NEW_TOKENS:
-            proposal = reference.draft(ids + row[:done], num_tokens)
+            proposal = proposals[done - 1]
             hits = 0
             while hits < num_tokens and proposal[hits : hits + 1] == row[done + hits : done + hits + 1]:
                 accepted[hits] += 1

@@ -16,6 +16,8 @@ WEIGHTS = {
     "fp8_blocks_bf16": {"bits": 8, "block": list(BLOCK)},
     "fp8_blocks_128": {"bits": 8, "block": [128, 128]},
     "nvfp4": {"bits": 4, "group_size": 16},
+    "modelopt_fp8": {"bits": 8},
+    "modelopt_nvfp4": {"bits": 4, "group_size": 16},
 }
 """Formats that are not listed have 4 bits and groups of `GROUP`."""
 
@@ -26,8 +28,9 @@ def test_bits_and_groups_are_those_of_the_format(tmp_path, name):
     found = quantization_of(resolve(quantize_hf(source, tmp_path / "quantized", name, block=False)))
     assert found["weights"] == [WEIGHTS.get(name, {"bits": 4, "group_size": GROUP})]
     assert found["format"].startswith(FORMATS[name].config["quant_method"])
-    is_rounded = found["weights"][0]["bits"] == 8
-    assert found.get("activation_bits") == (8 if is_rounded else None)
+    bits = found["weights"][0]["bits"]
+    is_rounded = bits == 8 or name.startswith("modelopt")
+    assert found.get("activation_bits") == (bits if is_rounded else None)
     assert found["heads"] == "keep"
 
 

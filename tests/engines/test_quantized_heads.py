@@ -35,6 +35,7 @@ ENTIRE = {
     "fp8": {},
     "gptq": {},
     "awq": {},
+    "modelopt": {"quant_algo": "FP8"},
 }
 """A quantization_config of each method that lists nothing."""
 
@@ -77,6 +78,7 @@ def test_lists_are_extended(tmp_path):
         ("fp8", "modules_to_not_convert", "lm_head"),
         ("fp8", "ignored_layers", "lm_head"),
         ("awq", "modules_to_not_convert", "visual"),
+        ("modelopt", "ignore", "visual"),
     ):
         model = resolve_served(make_tiny_hf(tmp_path / f"{method}-{key}", "qwen3", 1))
         given = Quantization({"quant_method": method, key: [entry]})

@@ -260,7 +260,8 @@ def run(
         if command.processes > 1:
             environments = [environment | rank for rank in rank_environments(command.processes, store.port)]
         outputs = Path(scratch, "out"), Path(scratch, "err")
-        process = start_swiftlite(argv, out, environments, *outputs, signal_at)
+        is_hunt = "FAULTS_SHIM" in os.environ  # which also interrupts the writing of pages
+        process = start_swiftlite(argv, out, environments, *outputs, signal_at, pages=is_hunt)
         try:
             _, errors = process.communicate(SECONDS)
         except subprocess.TimeoutExpired:

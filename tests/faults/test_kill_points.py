@@ -92,9 +92,11 @@ def test_words_of_a_command_stand_for_paths():
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("faults", some_of(["KILL ENOSPC", "EIO"], "KILL ENOSPC"))
-def test_commands_that_are_hit_are_made_good(faults):
+def test_commands_that_are_hit_are_made_good(tmp_path, faults):
+    shim = str(build_shim(tmp_path))  # otherwise hunt.py builds it, and starts a second time
+    environment = os.environ | {"LD_PRELOAD": shim, "FAULTS_SHIM": shim}
     options = [word for fault in faults.split() for word in ("--fault", fault)]
     command = [sys.executable, "-W", "ignore", "-m", "tests.faults.hunt", "--every", "120", *options, *COMMANDS]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" hit, 0 not made good") == len(COMMANDS) * len(faults.split())

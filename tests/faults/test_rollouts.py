@@ -82,8 +82,7 @@ def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, numb
             ("TransformersEngine._complete", 4, ()),  # before the first step
             ("TransformersEngine._complete", 12, ("checkpoint-2",)),
             ("RewardProcess._call", 3, ("checkpoint-2",)),
-        ],
-        ("TransformersEngine._complete", 12, ("checkpoint-2",)),
+        ]
     ),
 )
 def test_a_signal_ends_a_generation(words, unbroken, function, number, checkpoints, tmp_path):

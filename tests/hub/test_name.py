@@ -21,6 +21,7 @@ def here(tmp_path, monkeypatch):
         ("Qwen/Qwen3-0.6B@v1.0", HubName("model", "Qwen/Qwen3-0.6B", "v1.0")),
         ("org/name@refs/pr/1", HubName("model", "org/name", "refs/pr/1")),
         ("runs/hf@main", HubName("model", "runs/hf", "main")),
+        ("ms:org/name@v1", HubName("model", "org/name", "v1", is_of_modelscope=True)),
         ("runs/hf", None),  # it exists
         ("runs/hg", None),  # a slip: what it lies in exists
         ("./org/name", None),
@@ -45,6 +46,7 @@ def test_names_of_models(text, name):
         ("org/name:sub", HubName("dataset", "org/name", subset="sub")),
         ("org/name:sub/test", HubName("dataset", "org/name", subset="sub", split="test")),
         ("org/name:/train_sft@v2", HubName("dataset", "org/name", "v2", split="train_sft")),
+        ("ms:org/name:sub", HubName("dataset", "org/name", subset="sub", is_of_modelscope=True)),
         ("org/name@refs/convert/parquet", HubName("dataset", "org/name", "refs/convert/parquet")),
         ("data/train.jsonl", None),
         ("runs/rows", None),

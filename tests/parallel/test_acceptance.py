@@ -36,7 +36,7 @@ FEATURES = [0, 2, 3]
 NAMES = {
     "dense": ("TP2+SP", "PP2", "PP2xVPP2", "PP2 MTP apart", "CP2", "DP2"),
     "before norm": ("PP2 MTP apart", "PP2xVPP2", "DP2"),
-    "latent": ("EP2xTP2", "CP2"),
+    "latent": ("EP2xTP2", "CP2", "PP2xVPP2", "DP2"),
     "unrolled": ("TP2+SP", "EP2", "PP2", "PP2 MTP apart", "CP2"),
     "eagle3": ("TP2+SP", "PP2", "PP2 MTP apart", "CP2"),
 }
@@ -143,10 +143,10 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
     ("way", "name"),
     some_of(
         [(way, name) for way, names in NAMES.items() for name in names],
-        ("before norm", "PP2xVPP2"),
-        ("before norm", "DP2"),
         ("latent", "EP2xTP2"),
         ("latent", "CP2"),
+        ("latent", "PP2xVPP2"),
+        ("latent", "DP2"),
         ("eagle3", "TP2+SP"),
         ("eagle3", "PP2 MTP apart"),
     ),

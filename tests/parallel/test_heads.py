@@ -95,6 +95,7 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         ("unroll", "TP2+SP"),
         ("unroll", "CP2"),
         ("unroll, latent", "TP2+SP"),
+        ("unroll, lk", "TP2+SP"),
         ("unroll, kl, heads", "PP2"),
         ("tv, packed", "CP2"),
         ("kl", "TP2"),

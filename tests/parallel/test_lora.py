@@ -45,10 +45,7 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     ("olmo3", "lora"): ["CP2+distopt"],  # windows and two rotary embeddings
     ("olmo2", "lora"): ["TP2+SP"],  # norms of all queries and of all keys
 }
-CHOSEN = {
-    ("qwen2", "lora"): ["CP2+distopt"],
-    ("deepseek_v3", "dora"): ["ETP2xTP2"],
-}
+CHOSEN = {("deepseek_v3", "dora"): ["ETP2xTP2"]}
 PLACES = CASES | {
     "PP2 recomputed": Layout(2, CASES["PP2"].options | FULL["uniform 2"]),
     "CP2+distopt": Layout(2, CASES["CP2"].options | {"use_distributed_optimizer": True}),

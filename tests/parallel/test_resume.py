@@ -182,7 +182,7 @@ def differences(trained: Trained, pair: Pair) -> dict[str, float]:
 # In CI, pairs with every kind of layout once.
 
 
-@pytest.mark.parametrize("pair", some_of(PAIRS, *PAIRS[3:5], PAIRS[8]), ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", some_of(PAIRS, PAIRS[4], PAIRS[8]), ids=lambda pair: pair.name)
 def test_another_layout_goes_on(trained, pair):
     found = differences(trained, pair)
     # The norm of later steps carries what rounding has done to the weights: the bound of the last step for all.

@@ -131,6 +131,7 @@ def test_what_is_not_known_takes_no_space(options, mesh):
     assert b"old_log_p" not in path.read_bytes()
 
 
+@pytest.mark.slow
 def test_completions_of_another_model_are_drawn_again_in_distillation(mesh, tmp_path, caplog):
     """They have no ratio that could correct for the policy."""
     student, teacher = distilled.make_models(tmp_path)

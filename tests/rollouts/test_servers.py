@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def connect(hf_dir: Path, urls: list[str], max_in_flight: int = 2, **required) -
     return RolloutServers(urls, requirements, max_in_flight, timeout=30)
 
 
+@cache
 def expected(directory: Path) -> list:
     """Return the completions of an engine in this process."""
     config = EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=1, draws_drafts=True)

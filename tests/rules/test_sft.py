@@ -301,3 +301,26 @@ def test_low_precision_has_layers_and_matrices(here, options, words):
     change_config(intermediate_size=48, num_hidden_layers=2)
     problems = [problem for problem, _ in problems_of(dataclasses.replace(SFT, **FP8, **options))]
     assert any(mentions(problem, words) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "muon"}, None),
+        ({"optimizer": "muon", "use_distributed_optimizer": True}, "--optimizer muon --use_distributed_optimizer"),
+        ({"lr_decay_style": "inverse-square-root"}, None),
+        ({"lr_decay_style": "inverse-square-root", "lr_warmup_fraction": 0.0}, "--lr_decay_style --lr_warmup_fraction"),
+        ({"lr_decay_style": "WSD", "lr_warmup_fraction": 0.5, "lr_wsd_decay_fraction": 0.5}, None),
+        (
+            {"lr_decay_style": "WSD", "lr_warmup_fraction": 0.5, "lr_wsd_decay_fraction": 0.75},
+            "--lr_warmup_fraction 0.5 --lr_wsd_decay_fraction 0.75",
+        ),
+    ],
+)
+def test_optimizer_and_schedule_fit(here, options, message):
+    found = problems_of(dataclasses.replace(SFT, **options))
+    if message is None:
+        assert found == []
+        return
+    ((problem, hint),) = found
+    assert mentions(f"{problem} {hint}", message)

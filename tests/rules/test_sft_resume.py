@@ -170,3 +170,27 @@ def test_ephemeral_checkpoints_are_more_frequent_than_others(here, number, is_re
         return
     ((problem, _),) = problems_of(args)
     assert mentions(problem, "--ephemeral_save_steps 500 --save_steps")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric_for_best_model": "loss", "early_stopping_patience": 2, "early_stopping_threshold": 0.1}, None),
+        ({"load_best_model_at_end": True, "early_stopping_patience": 2}, None),
+        ({"early_stopping_patience": 2}, "--early_stopping_patience --metric_for_best_model"),
+        ({"greater_is_better": False}, "--greater_is_better --metric_for_best_model"),
+        (
+            {"metric_for_best_model": "loss", "early_stopping_threshold": 0.1},
+            "--early_stopping_threshold --early_stopping_patience",
+        ),
+        ({"metric_for_best_model": "loss", "split_dataset_ratio": 0.0}, "--metric_for_best_model --val_dataset"),
+        ({"load_best_model_at_end": True, "eval_steps": 200}, "--load_best_model_at_end --save_steps 500 200 400"),
+    ],
+)
+def test_the_best_checkpoint_has_a_metric(here, options, message):
+    args = dataclasses.replace(SFT, **options)
+    if message is None:
+        assert rules.check(args) == []
+        return
+    ((problem, hint),) = problems_of(args)
+    assert mentions(f"{problem} {hint}", message)

@@ -325,6 +325,21 @@ def test_one_of_several_keys_is_required(monkeypatch):
         assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == status
 
 
+@pytest.mark.parametrize(
+    ("engine", "flag"),
+    [
+        ("sglang", "--default-chat-template-kwargs"),
+        ("llamacpp", "--chat-template-kwargs"),
+        pytest.param("vllm", "--default-chat-template-kwargs", marks=needs_vllm),
+    ],
+)
+def test_variables_of_the_template_are_defaults_of_requests(tmp_path, engine, flag):
+    model = make_tiny_hf(tmp_path / "model", "llama", 0, with_tokenizer=True)
+    words = command(model, infer_backend=engine, chat_template_kwargs={"enable_thinking": False})
+    assert words[words.index(flag) + 1] == '{"enable_thinking": false}'
+    assert flag not in command(model, infer_backend=engine)
+
+
 def test_llamacpp_has_the_name(tmp_path):
     model = make_tiny_hf(tmp_path / "hf", "llama", 0, with_tokenizer=True)
     for options, name in (({}, "hf"), ({"served_model_name": "name"}, "name")):

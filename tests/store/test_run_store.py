@@ -11,6 +11,7 @@ import torch.distributed as dist
 from swiftlite.base.errors import UserError
 from swiftlite.runtime.progress import RESTARTS
 from swiftlite.store import run_store
+from swiftlite.store.best import Evaluations, chosen_checkpoint
 from swiftlite.store.copies import Copies, Job, copies_of
 from swiftlite.store.manifest import MANIFEST_FILE, write_manifest
 from swiftlite.store.objects import ObjectStore, Stored, StoreError, check_store, digests_of, url_of
@@ -147,6 +148,36 @@ def test_an_ephemeral_copy_is_deleted_when_there_is_a_newer_one(url, run):
         found.append(store.steps())
     copies.finish()
     assert found == [[2], [2, 3], [2, 4], [6], [6, 7]]
+
+
+def test_the_best_copy_is_kept_and_comes_back(url, run, tmp_path):
+    """A new machine fetches the newest checkpoint and the best one."""
+    prepare_store(run, url, resume=False)
+    with copies_of(run, url, 1) as copies:
+        assert copies is not None
+        evaluations = Evaluations("eval_loss", False, is_chosen=True)
+        for step, value in enumerate((3.0, 1.0, 2.0, 4.0), start=1):
+            evaluations = evaluations.having(step, value)
+            evaluations.write(run)
+            copies.add(add_checkpoint(run, step))
+            while copies.in_use:
+                time.sleep(0.01)
+    assert store_of(url).steps() == [2, 4]
+    other = tmp_path / "other machine"
+    prepare_store(other, url, resume=True)
+    assert sorted(path.name for path in other.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert chosen_checkpoint(other) == other / "checkpoint-2"
+
+
+def test_a_best_checkpoint_that_was_not_copied_is_copied_at_the_end(url, run):
+    prepare_store(run, url, resume=False)
+    evaluations = Evaluations("eval_loss", False).having(1, 1.0).having(2, 2.0)
+    evaluations.write(run)
+    add_checkpoint(run, 1)  # as if it had waited too long
+    with copies_of(run, url, 1) as copies:
+        assert copies is not None
+        copies.add(add_checkpoint(run, 2))
+    assert store_of(url).steps() == [1, 2]
 
 
 def test_an_ephemeral_checkpoint_does_not_take_the_place_of_another_one(run, tmp_path, monkeypatch):

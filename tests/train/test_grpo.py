@@ -189,6 +189,18 @@ def test_completions_of_another_policy_are_weighted(options, whole, mesh):
     assert later["clip_ratio/region_mean"] > 0
 
 
+def test_a_step_without_whole_completions_changes_nothing(options, mesh, tmp_path):
+    """With --overlong_filter, a batch can have no token to train, for the policy and for the heads."""
+    stored = tmp_path / "stored"
+    args = options(rollouts_from=str(stored), overlong_filter=True, train_iters=1)
+    generation = store(args, mesh, stored)
+    replace(generation, is_truncated=np.ones(len(generation), np.bool_)).save(stored / "000000.safetensors")
+    found, gradients = first_step(args, mesh)
+    assert found["loss"] == 0
+    assert all(math.isfinite(value) for value in found.values())
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
 def test_the_reference_is_computed_for_stored_rollouts(options, whole, mesh, tmp_path):
     """The first step has the weights of the reference model, so its KL divergence is 0."""
     stored = {"rollouts_from": str(whole / "rollouts"), "beta": 0.1, "lr_warmup_fraction": 0.0}

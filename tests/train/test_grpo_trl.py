@@ -34,6 +34,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"epsilon_high": 1.2},
     "dapo, teacher": {"teacher_kl_coef": 0.5, "temperature": 0.7},
     "cispo, GSPO, teacher": {"epsilon_high": 0.9, "importance_sampling_level": "sequence", "teacher_kl_coef": 0.1},
+    "sapo": {},
+    "sapo, KL, overlong": {"beta": 0.05, "sapo_temperature_pos": 0.8, "overlong_filter": True},
+    "dapo, overlong": {"overlong_filter": True},
     "cispo, GSPO": {"epsilon_high": 0.9, "importance_sampling_level": "sequence"},
 }
 
@@ -94,6 +97,8 @@ def their_step(
         epsilon=args.epsilon,
         epsilon_high=args.epsilon_high,
         delta=args.delta,
+        sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg,
         beta=args.beta,
         temperature=args.temperature,
         use_bias_correction_kl=args.use_bias_correction_kl,
@@ -117,15 +122,19 @@ def their_step(
     prompts = np.split(generation.prompt_ids, np.cumsum(generation.prompt_lengths)[:-1])
     lengths = generation.completion_lengths
     advantages, teacher_kl = advantages_of(generation, args)
+    mask = padded([np.ones(length) for length in lengths])
+    if args.overlong_filter:  # as in `_generate_and_score_completions` with mask_truncated_completions
+        assert 0 < generation.is_truncated.sum() < len(generation)
+        mask = mask * torch.from_numpy(~generation.is_truncated)[:, None]
     inputs = {
         "prompt_ids": padded(prompts, "left"),
         "prompt_mask": padded([np.ones_like(prompt) for prompt in prompts], "left"),
         "completion_ids": of_completions(generation.completion_ids, lengths, torch.int64),
-        "completion_mask": padded([np.ones(length) for length in lengths]),
+        "completion_mask": mask,
         "advantages": advantages,
         "old_per_token_logps": of_completions(generation.old_log_p, lengths),
         "ref_per_token_logps": of_completions(generation.reference_log_p, lengths),
-        "num_items_in_batch": torch.tensor(float(lengths.sum())),
+        "num_items_in_batch": mask.sum().float(),
     }
     if trainer.use_vllm:
         inputs["importance_sampling_ratio"] = mismatch(generation, args)
@@ -142,6 +151,7 @@ def their_step(
 
 CASES = [(name, False) for name in LOSSES] + [("dapo, GSPO", True), ("grpo", True)]
 KEPT = (("dapo, GSPO", True), ("grpo, sequence_mask, KL", False), ("cispo", False), ("dapo, teacher", False))
+KEPT += (("sapo, KL, overlong", False),)
 
 
 @pytest.mark.parametrize(("name", "padding_free"), some_of(CASES, *KEPT))
@@ -160,7 +170,7 @@ def test_a_step_is_trls(model, teacher, mesh, tmp_path, name, padding_free):
     for each in ("entropy", "kl", "teacher_kl", *clipped):
         if each in metrics:
             assert ours[each] == pytest.approx(metrics[each], rel=2e-5, abs=1e-6), each
-    assert any(ours.get(each) for each in ("clip_ratio/region_mean", "cispo_clip_ratio"))
+    assert any(ours.get(each) for each in ("clip_ratio/region_mean", "cispo_clip_ratio")) or args.loss_type == "sapo"
     for each, parameter in hf_model.named_parameters():
         largest = float(parameter.grad.abs().max())
         torch.testing.assert_close(gradients[each], parameter.grad, rtol=0, atol=2e-5 * largest, msg=each)

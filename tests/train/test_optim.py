@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import get_inverse_sqrt_schedule, get_wsd_schedule
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs
@@ -53,6 +54,44 @@ def test_the_learning_rate_of_every_step(chunks, mesh, style, warmup):
         (lr,) = {group["lr"] for group in optimizer.param_groups}
         found.append(lr)
     assert found == pytest.approx([expected_lr(step, warmup, style) for step in range(1, STEPS + 1)])
+
+
+def rates_of(optimizer, scheduler) -> list[float]:
+    found = []
+    for _ in range(STEPS):
+        scheduler.step(increment=1)
+        (lr,) = {group["lr"] for group in optimizer.param_groups}
+        found.append(lr)
+    return found
+
+
+def rates_of_transformers(get_schedule, **options) -> list[float]:
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    schedule = get_schedule(inner, **options)
+    found = []
+    for _ in range(STEPS):
+        inner.step()
+        schedule.step()
+        found.append(schedule.get_last_lr()[0])
+    return found
+
+
+@pytest.mark.parametrize(("style", "theirs"), [("cosine", "cosine"), ("linear", "linear"), ("minus_sqrt", "1-sqrt")])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_wsd_is_that_of_transformers(chunks, mesh, style, theirs, warmup):
+    given = {"lr_wsd_decay_style": style, "lr_wsd_decay_fraction": 8 / STEPS, "lr_warmup_fraction": warmup / STEPS}
+    _, optimizer, scheduler = make(chunks, mesh, lr_decay_style="WSD", **given)
+    steps = {"num_warmup_steps": warmup, "num_decay_steps": 8, "num_training_steps": STEPS}
+    # There, a warmup starts at the minimum; here at 0.
+    expected = rates_of_transformers(get_wsd_schedule, **steps, decay_type=theirs, min_lr_ratio=MIN_LR / LR)
+    assert rates_of(optimizer, scheduler)[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
+
+
+def test_inverse_square_root_is_that_of_transformers(chunks, mesh):
+    _, optimizer, scheduler = make(chunks, mesh, lr_decay_style="inverse-square-root", lr_warmup_fraction=5 / STEPS)
+    expected = rates_of_transformers(get_inverse_sqrt_schedule, num_warmup_steps=5)
+    assert min(expected[5:]) > MIN_LR
+    assert rates_of(optimizer, scheduler) == pytest.approx(expected, rel=1e-12)
 
 
 def test_warming_up_to_the_end_is_possible(chunks, mesh):

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.carry import TRUNK_NAME
 from swiftlite.bridge.encoding.index import format_of
-from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.hf_config import MODELOPT_FILE, read_config
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
@@ -35,7 +36,12 @@ HEADS_FILE = "model-mtp.safetensors"
 def make(tmp_path: Path, name: str, family: str = "qwen3", depth: int = 0, **options: Any) -> Path:
     """Write a quantized model, whose heads, if any, are quantized as well."""
     plain = make_tiny_hf(tmp_path / "plain", family, depth=depth, dtype=torch.bfloat16, with_tokenizer=True)
-    return quantized.quantize_hf(plain, tmp_path / name, name, block=True, **options)
+    directory = quantized.quantize_hf(plain, tmp_path / name, name, block=True, **options)
+    content = read_config(directory)["quantization_config"]
+    if content["quant_method"] == "modelopt":
+        file = {"quantization": {"quant_algo": content["quant_algo"], "exclude_modules": content["ignore"]}}
+        (directory / MODELOPT_FILE).write_text(json.dumps(file))
+    return directory
 
 
 def export(run: Path, mesh, **options: Any) -> Path:
@@ -71,7 +77,7 @@ def split_by_mtp(directory: Path, tensors: dict[str, torch.Tensor]) -> tuple[dic
     return {key: tensor for key, tensor in tensors.items() if key not in heads}, heads
 
 
-@pytest.mark.parametrize("name", some_of(["int4_asym", "fp8_blocks_bf16", "gptq"], "gptq"))
+@pytest.mark.parametrize("name", some_of(["int4_asym", "fp8_blocks_bf16", "gptq", "modelopt_nvfp4"], "modelopt_nvfp4"))
 def test_the_file_of_the_trunk_is_kept(options, mesh, tmp_path, name):
     model = make(tmp_path, name)
     hf = export(train(options(model=str(model), **NEW), mesh), mesh)
@@ -86,6 +92,8 @@ def test_the_file_of_the_trunk_is_kept(options, mesh, tmp_path, name):
     changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     assert changed <= {"ignore", "modules_to_not_convert", "dynamic"}
     assert changed
+    if name == "modelopt_nvfp4":  # TensorRT-LLM reads this file
+        assert read_json(hf / MODELOPT_FILE)["quantization"]["exclude_modules"] == new["ignore"]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +115,12 @@ def test_trained_heads_replace_quantized_ones(options, mesh, tmp_path, family, n
     assert any("layers" in key for key in changed)
 
 
-def test_training_is_that_on_the_dequantized_model(options, mesh, tmp_path):
+@pytest.mark.parametrize("name", some_of(["int4", "modelopt_fp8", "modelopt_nvfp4"], "int4", "modelopt_nvfp4"))
+def test_training_is_that_on_the_dequantized_model(options, mesh, tmp_path, name):
     """A run on the codes has the same bits as a run on a plain model with the decoded numbers."""
     plain = make_tiny_hf(tmp_path / "plain", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
-    model = quantized.quantize_hf(plain, tmp_path / "int4", "int4", block=False)
-    reference = quantized.dequantize_hf(plain, tmp_path / "reference", "int4", block=False)
+    model = quantized.quantize_hf(plain, tmp_path / "codes", name, block=False)
+    reference = quantized.dequantize_hf(plain, tmp_path / "reference", name, block=False)
     runs = [
         train(options(model=str(directory), output_dir=str(tmp_path / f"run-{directory.name}"), **HEADS), mesh)
         for directory in (model, reference)

@@ -6,6 +6,7 @@ The packages are not in the requirements: `pip install wandb swanlab mlflow-skin
 import json
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from swiftlite.base.log import logger
 from swiftlite.base.redact import redact
 from swiftlite.train import phases
 from swiftlite.train import run as training
-from swiftlite.train.metrics.trackers import TRACKERS, TolerantTracker, TrackedRun, open_trackers
+from swiftlite.train.metrics.trackers import TRACKERS, Table, TolerantTracker, TrackedRun, open_trackers
 from tests.messages import has_line
 from tests.train.prepared import prepare
 
@@ -35,6 +36,16 @@ def wandb_offline(monkeypatch):
 def swanlab_local(monkeypatch):
     pytest.importorskip("swanlab", reason="pip install swanlab")
     monkeypatch.setenv("SWANLAB_MODE", "local")
+
+
+@pytest.fixture(scope="module")
+def trackio_local(tmp_path_factory) -> Iterator[Path]:
+    """Return the directory of all runs, which the package reads from the environment when it is imported."""
+    directory = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(directory))
+        pytest.importorskip("trackio", reason="pip install trackio")
+        yield directory
 
 
 @pytest.fixture
@@ -133,14 +144,51 @@ def test_swanlab(swanlab_local, tmp_path):
     assert b"a model" in content
 
 
+def test_trackio(trackio_local, tmp_path):
+    import trackio  # pyright: ignore[reportMissingImports]
+
+    run = tmp_path / "my run"
+    track("trackio", run, 0, 3)
+    track("trackio", run, 3, 4)
+    name = json.loads((run / "trackers.json").read_text())["trackio"]
+    assert name.startswith("my run-")
+    (found,) = [each for each in trackio.Api().runs("swiftlite") if each.name == name]
+    history = [(each["step"], each["loss"]) for each in found.history() if "loss" in each]
+    assert history == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    assert [each["acceptance_after"] for each in found.history() if "acceptance_after" in each] == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("name", [name for name, each in TRACKERS.items() if hasattr(each, "log_table")])
+def test_a_table_is_stored(request, tmp_path, name):
+    given = request.getfixturevalue(LOCAL[name])
+    if name == "swanlab":
+        pytest.importorskip("pyecharts", reason="pip install pyecharts")
+    run = tmp_path / "run"
+    run.mkdir()
+    (tracker,) = open_trackers([name], run, CONFIG, 0)
+    tracker.log(1, {"loss": 1.0})
+    tracker.log_table(1, Table("completions", ["completion", "accuracy"], [["a remarkable answer", 0.5]]))
+    tracker.close()
+    assert tracker.tracker is not None
+    assert any(b"a remarkable answer" in path.read_bytes() for path in stored(tmp_path, given))
+
+
+def stored(*directories: object) -> list[Path]:
+    """Return the files in those of the arguments that are directories."""
+    found = [path for directory in directories if isinstance(directory, Path) for path in directory.rglob("*")]
+    return [path for path in found if path.is_file()]
+
+
+LOCAL = {"wandb": "wandb_offline", "swanlab": "swanlab_local", "mlflow": "mlflow_local", "trackio": "trackio_local"}
+
+
 @pytest.mark.parametrize("name", list(TRACKERS))
 def test_keys_are_not_told(request, monkeypatch, tmp_path, name):
     """Neither options nor the command line may reveal keys."""
-    local = {"wandb": "wandb_offline", "swanlab": "swanlab_local", "mlflow": "mlflow_local"}
-    request.getfixturevalue(local[name])
+    given = request.getfixturevalue(LOCAL[name])
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--api_key", "sesame"])
     track(name, tmp_path / "run", 0, 1)
-    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    kept = stored(tmp_path, given)
     assert kept
     assert [path for path in kept if b"sesame" in path.read_bytes()] == []
 

@@ -56,6 +56,7 @@ class Layout:
         is_transposed: whether the file has the transpose of the matrix.
         packing: how numbers are packed; None: one number per element.
         axes: number of axes in the file. Trailing axes of length 1 can be omitted, for example of one scale per row.
+            With 4 axes, each axis of the matrix is followed by one of length 1.
     """
 
     ending: str
@@ -76,6 +77,8 @@ class Layout:
             columns = _blocks_of(columns, self.packing.per_word)
         if self.is_transposed:
             rows, columns = columns, rows
+        if self.axes == 4:
+            return rows, range(1), columns, range(1)
         return (rows, columns)[: self.axes]
 
     def unpack(self, part: torch.Tensor, box: Box) -> torch.Tensor:
@@ -128,6 +131,7 @@ class Blocks:
         group_of_column: ending of the key of a tensor with the block index of each column (`g_idx`); None if the blocks
             consist of consecutive columns.
         factor: ending of the key of a single number by which all scales are divided, and its number of axes.
+        multiplies: whether scales are multiplied by `factor` instead.
         unread: endings of further stored tensors that are not required for decoding, and their shapes.
         dtype: dtype of the computation; None: that of the scales.
         values: values of the codes; None: each code is its own value.
@@ -142,6 +146,7 @@ class Blocks:
     zero_point: int = 0
     group_of_column: str | None = None
     factor: tuple[str, int] | None = None
+    multiplies: bool = False
     unread: tuple[tuple[str, tuple[int, ...]], ...] = ()
     dtype: torch.dtype | None = None
     values: tuple[float, ...] | None = None
@@ -194,7 +199,8 @@ class Blocks:
         if self.exponent_bias is not None:
             scales = torch.exp2(scales - self.exponent_bias)
         if self.factor:
-            scales = scales / left[self.factor[0]].reshape(()).to(dtype)
+            factor = left[self.factor[0]].reshape(()).to(dtype)
+            scales = scales * factor if self.multiplies else scales / factor
         rows = _block_of_each(box[0], self.block[0], blocks[0])
         columns = _block_of_each(box[1], self.block[1], blocks[1])
         if self.group_of_column:

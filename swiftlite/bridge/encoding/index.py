@@ -8,6 +8,7 @@ from swiftlite.bridge.encoding.compressed_tensors import CompressedTensors
 from swiftlite.bridge.encoding.encoding import Format
 from swiftlite.bridge.encoding.fp8 import Fp8
 from swiftlite.bridge.encoding.gptq_awq import TransposedWords
+from swiftlite.bridge.encoding.modelopt import ModelOpt
 from swiftlite.bridge.encoding.mxfp4 import Mxfp4
 from swiftlite.bridge.encoding.quantization import Quantization, quantization_problem
 from swiftlite.bridge.rows import HfConfig
@@ -17,6 +18,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "compressed-tensors": CompressedTensors.declared,
     "fp8": Fp8.declared,
     "gptq": TransposedWords.declared_gptq,
+    "modelopt": ModelOpt.declared,
     "mxfp4": Mxfp4.declared,
 }
 """Functions that create a format from a quantization_config that `quantization.CHECKS` accepts."""

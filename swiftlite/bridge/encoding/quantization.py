@@ -17,6 +17,16 @@ _NOT_OF_WEIGHTS |= {"modules_to_not_convert", "ignored_layers", "ignore"}
 _COMPRESSED = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"}
 _ONLY_OF = {"mxfp4": "gpt_oss"}  # whose files have stacks of experts in this format
 _E4M3 = ("e4m3", "float8_e4m3fn")
+_OF_ALGORITHMS: dict[str, dict[str, Any]] = {
+    "FP8": {"bits": 8, "activations": 8},
+    "FP8_PER_CHANNEL_PER_TOKEN": {"bits": 8, "activations": 8},
+    "FP8_PB_WO": {"bits": 8, "block_structure": [128, 128], "activations": 8},
+    "MXFP8": {"bits": 8, "group_size": 32, "activations": 8},
+    "NVFP4": {"bits": 4, "group_size": 16, "activations": 4},
+    "W4A16_NVFP4": {"bits": 4, "group_size": 16},
+}
+"""ModelOpt's algorithms: bits of weights and activations, and the numbers with a common scale."""
+_MIXED = "MIXED_PRECISION"
 _STRATEGIES = {"tensor", "channel", "group", "tensor_group", "block"}
 
 
@@ -47,14 +57,17 @@ class Quantization:
 
     @property
     def format(self) -> str:
-        """The format inside compressed-tensors, such as "pack-quantized"; empty for other methods."""
+        """The format inside compressed-tensors, such as "pack-quantized", or ModelOpt's algorithm; empty for other
+        methods."""
+        if self.method == "modelopt":
+            return algorithm_of(self.content)
         if self.method != "compressed-tensors":
             return ""
         return str(self.content.get("format") or "")
 
     @property
     def words(self) -> str:
-        """The method, with the format of compressed-tensors in parentheses."""
+        """The method, with the format of compressed-tensors or ModelOpt in parentheses."""
         if self.format:
             return f"{self.method} ({self.format})"
         return self.method
@@ -86,12 +99,16 @@ class Quantization:
         """Number of bits to which engines round activations; None if they do not round them."""
         if self.method == "fp8":
             return 8
+        if self.method == "modelopt":
+            return min((kind["activations"] for kind in self._algorithms() if "activations" in kind), default=None)
         groups = self.content.get("config_groups", {}).values()
         bits = [group["input_activations"].get("num_bits", 8) for group in groups if group.get("input_activations")]
         return min(bits, default=None)
 
     def _declared_weights(self) -> list[Mapping[str, Any]]:
         """Return the description of each kind of weights in compressed-tensors' words; GPTQ and AWQ say `bits`."""
+        if self.method == "modelopt":
+            return self._algorithms()
         if "config_groups" in self.content:
             return [group["weights"] for group in self.content["config_groups"].values()]
         if self.method == "fp8":
@@ -99,6 +116,22 @@ class Quantization:
         if self.method == "mxfp4":
             return [{"bits": 4, "group_size": 32}]
         return [self.content]
+
+    def _algorithms(self) -> list[Mapping[str, Any]]:
+        """Return the entry in `_OF_ALGORITHMS` of each of ModelOpt's algorithms in the checkpoint."""
+        return [_OF_ALGORITHMS[name] for name in _algorithms_of(self.content)]
+
+
+def algorithm_of(content: Mapping[str, Any]) -> str:
+    """Return the name of ModelOpt's algorithm, which some releases write in small letters; empty if it is missing."""
+    return str(content.get("quant_algo") or "").upper()
+
+
+def _algorithms_of(content: Mapping[str, Any]) -> list[str]:
+    """Return the names of all algorithms that ModelOpt used for a checkpoint, each once."""
+    if algorithm_of(content) != _MIXED:
+        return [algorithm_of(content)]
+    return list(dict.fromkeys(algorithm_of(layer) for layer in content["quantized_layers"].values()))
 
 
 def quantization_problem(hf_config: HfConfig) -> str:
@@ -205,6 +238,20 @@ def _awq_problem(quantization: Mapping[str, Any]) -> str:
     return ""
 
 
+def _modelopt_problem(quantization: Mapping[str, Any]) -> str:
+    layers = quantization.get("quantized_layers")
+    if algorithm_of(quantization) == _MIXED and not (
+        isinstance(layers, dict) and layers and all(isinstance(layer, dict) for layer in layers.values())
+    ):
+        return "quantized_layers is missing"
+    for name in _algorithms_of(quantization):
+        if name not in _OF_ALGORITHMS:
+            return f"quant_algo {name or None!r} is not supported; only {', '.join(_OF_ALGORITHMS)} and {_MIXED} are"
+    if quantization.get("pre_quant_scale"):
+        return "pre_quant_scale true is not supported"
+    return ""
+
+
 def _mxfp4_problem(quantization: Mapping[str, Any]) -> str:
     # Options of transformers that do not change the numbers.
     known = _NOT_OF_WEIGHTS | {"quant_method", "dequantize"}
@@ -231,6 +278,7 @@ CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "compressed-tensors": _compressed_problem,
     "fp8": _fp8_problem,
     "gptq": _gptq_problem,
+    "modelopt": _modelopt_problem,
     "mxfp4": _mxfp4_problem,
 }
 """By `quant_method`, a function that returns why a quantization_config is not supported; empty if it is supported."""

@@ -17,6 +17,7 @@ from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, clip
 from swiftlite.base.json_file import read_json
 from swiftlite.data.packing.padding import padding_error
+from swiftlite.hub.modelscope import modelscope_snapshot
 from swiftlite.hub.name import HubName
 from swiftlite.hub.refusal import refusals
 from swiftlite.hub.snapshot import snapshot
@@ -73,6 +74,8 @@ def fetch_rows(name: HubName) -> list[Path]:
         UserError: the dataset is not available, or has no such subset or split.
     """
     commit = commit_of_dataset(name)
+    if name.is_of_modelscope:  # `datasets` has a cache for the files of a directory
+        return _load(name, str(modelscope_snapshot(replace(name, subset="", split="train"), ("*",))), None)
     from datasets import config
 
     cache = Path(config.HF_DATASETS_CACHE)
@@ -83,22 +86,29 @@ def fetch_rows(name: HubName) -> list[Path]:
     except (OSError, ValueError, TypeError):
         files = []
     if not files or not all(file.is_file() for file in files):
-        files = _load(name, commit)
+        files = _load(name, name.repository, commit)
         listed = [str(file.relative_to(cache)) for file in files]  # relative, so that the cache can be moved
         atomic_write(note, json.dumps(listed).encode())
     return files
 
 
-def _load(name: HubName, commit: str) -> list[Path]:
-    """Download a split with `datasets`, which writes its Arrow files."""
+def _load(name: HubName, source: str, commit: str | None) -> list[Path]:
+    """Download a split with `datasets`, which writes its Arrow files.
+
+    Args:
+        source: name of a repository on the Hugging Face hub, or a directory.
+        commit: commit of the repository; None for a directory.
+    """
     from datasets import Dataset, load_dataset_builder
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with refusals(name):
         try:
-            builder = load_dataset_builder(name.repository, name.subset or None, revision=commit)
-            if builder.hash != commit:  # without network access, `datasets` uses the last version in its cache
+            builder = load_dataset_builder(source, name.subset or None, revision=commit)
+            if (
+                commit and builder.hash != commit
+            ):  # without network access, `datasets` uses the last version in its cache
                 raise LocalEntryNotFoundError("it is not in the cache")
             builder.download_and_prepare()
             dataset = cast(Dataset, builder.as_dataset(split=name.split))

@@ -6,6 +6,7 @@ Only the options in `OPTIONS` are supported.
 """
 
 import importlib
+import json
 import os
 import signal
 import sys
@@ -49,6 +50,10 @@ def _speculation(value: str) -> Any:
     return [getattr(_package().common_speculative_type, name) for name in names]
 
 
+def _as_json(value: str) -> dict[str, str]:
+    return {name: json.dumps(each) for name, each in json.loads(value).items()}
+
+
 def _threads(params: Any, value: str) -> None:
     for threads in (params.cpuparams, params.cpuparams_batch):
         threads.n_threads = int(value)
@@ -75,6 +80,7 @@ OPTIONS: dict[str, Setter] = {
     "spec-ngram-simple-size-n": _attribute("speculative.ngram_simple.size_n", int),
     "spec-ngram-simple-size-m": _attribute("speculative.ngram_simple.size_m", int),
     "spec-draft-sampling": _attribute("speculative.draft.probabilistic", lambda value: value == "probabilistic"),
+    "chat-template-kwargs": _attribute("default_template_kwargs", _as_json),
     "api-key": _attribute("api_keys", lambda value: value.split(",")),
 }
 SWITCHES: dict[str, Callable[[Any], None]] = {

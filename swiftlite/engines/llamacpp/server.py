@@ -41,7 +41,12 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         raise UserError("--draft_schedule is not supported by llama.cpp", "use --num_speculative_tokens")
     num_tokens = args.num_speculative_tokens if drafts else 0
     numbers = draft_numbers(model, num_tokens, ngrams_of(args.speculative), heads_draft=args.speculative != "ngram")
-    given = {"alias": served_name(args.model, args.served_model_name), "host": args.host, "port": args.port}
+    given: dict[str, Any] = {
+        "alias": served_name(args.model, args.served_model_name),
+        "host": args.host,
+        "port": args.port,
+        "chat_template_kwargs": args.chat_template_kwargs,
+    }
     given |= server_options(
         model, args.torch_dtype, numbers, args.max_model_len, SLOTS, LLAMACPP.engine_kwargs(args), draws_drafts=True
     )

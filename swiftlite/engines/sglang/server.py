@@ -26,6 +26,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         "port": args.port,
         "dtype": args.torch_dtype,
         "trust_remote_code": args.trust_remote_code or None,
+        "default_chat_template_kwargs": args.chat_template_kwargs,
         "context_length": args.max_model_len,
     }
     if drafts:

@@ -25,6 +25,7 @@ from swiftlite.families import eagle3
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
 
+_OF_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
 API_KEYS = "SWIFTLITE_API_KEYS"
 """Environment variable with several keys of a server as a JSON list, see `api_keys.py`."""
 
@@ -284,8 +285,13 @@ def check_quantization(model: HfModel) -> None:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     problem = ""
+    content = dict(quantization.content)
+    method = quantization.method
+    if method == "modelopt":  # vLLM has a class for each kind of ModelOpt's formats
+        named = [get_quantization_config(name).override_quantization_method(content, None) for name in _OF_MODELOPT]
+        method = next(filter(None, named), method)
     try:
-        get_quantization_config(quantization.method).from_config(dict(quantization.content))
+        get_quantization_config(method).from_config(content)
     except ValueError as error:
         problem = f"vLLM does not support its quantization_config: {error}"
     known = model.family.serving.vllm

@@ -26,7 +26,7 @@ from swiftlite.args.fields import WeightTransport
 from swiftlite.base.heads import KEYS
 from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
-from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts
+from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts, postponed
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from swiftlite.families.serving.index import drafts_of_plugin
 from swiftlite.families.serving.vllm import convention
@@ -156,6 +156,7 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(BACKENDS[transport], _TRANSFER, receiver)
     draft_slots.install()
     ngram_drafts.install()
+    postponed.install()
     if not HAS_TRITON:
         cpu_sampling.install()
     if current_platform.is_cpu():

@@ -16,7 +16,7 @@ from swiftlite.engines.ngram import ngrams_of
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.request_log import middleware as request_log
 from swiftlite.engines.server_command import ServerCommand, api_keys, flags
-from swiftlite.engines.vllm import options
+from swiftlite.engines.vllm import model_cards, options
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from swiftlite.families.resolved import HfModel
@@ -60,6 +60,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         "port": args.port,
         "dtype": args.torch_dtype,
         "trust_remote_code": args.trust_remote_code or None,
+        "default_chat_template_kwargs": args.chat_template_kwargs,
         "max_model_len": args.max_model_len,
         "enforce_eager": options.is_on_cpu() or None,  # compilation takes minutes and saves little on a CPU
         **attention,
@@ -80,13 +81,13 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables routes for weights
     given |= VLLM.engine_kwargs(args)
     keys = api_keys(given.pop("api_key", None))
-    middleware: list[str] = []
+    middleware = ["--middleware", model_cards.CLASS]
     # In the environment, because all users of a machine can see command lines. vLLM reads only one key from it.
     if len(keys) == 1:
         variables["VLLM_API_KEY"] = keys[0]
     elif keys:
         variables |= {options.API_KEYS: json.dumps(keys), "VLLM_API_KEY": ""}  # also replaces the user's variable
-        middleware = ["--middleware", SEVERAL_KEYS]
+        middleware += ["--middleware", SEVERAL_KEYS]
     if args.log_requests:
         middleware += ["--middleware", request_log.CLASS]
         max_bytes = round(1e6 * args.log_requests_max_size_mb)

@@ -9,6 +9,8 @@ comparison of names.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
@@ -113,6 +115,8 @@ def builds_quantized(
             return False
         groups = (content.get("config_groups") or {}).values()
         return any(_is_target(target, module) for group in groups for target in group.get("targets", ()))
+    if method == "modelopt":
+        return not _is_excluded(content, module)
     if method == "gptq":
         for pattern in content.get("dynamic") or {}:
             if _matches_pattern(re.sub(r"^[+-]:", "", pattern), module.name):
@@ -146,6 +150,20 @@ def _are_ignored(ignore: Sequence[str], module: Module, matching: Matching) -> b
 
     is_expert = ".experts" in module.name  # engines compare only the shards
     return (matches(module.name) and not is_expert) or all(map(matches, module.shards))
+
+
+def _is_excluded(content: Mapping[str, Any], module: Module) -> bool:
+    """Return whether ModelOpt's quantization_config excludes a module: as a whole, or all of its shards.
+
+    With several algorithms, only the modules in `quantized_layers` are quantized.
+    """
+    layers = content.get("quantized_layers")
+    if layers and not any(name in layers for name in (module.name, *module.shards)):
+        return True
+    ignore: list[str] = content.get("ignore") or []
+    if any(entry in module.name or fnmatchcase(module.name, entry) for entry in ignore):
+        return True
+    return all(shard in ignore for shard in module.shards)
 
 
 def _is_target(target: str, module: Module) -> bool:
@@ -228,7 +246,7 @@ def _mixed_problem(module: Module, is_quantized: Mapping[str, bool]) -> str:
 
 
 def _mismatch_problem(label: str, module: Module, is_quantized: bool, method: str) -> str:
-    key = {"compressed-tensors": "ignore", "gptq": "dynamic"}
+    key = {"compressed-tensors": "ignore", "modelopt": "ignore", "gptq": "dynamic"}
     listed = f"quantization_config.{key.get(method, 'modules_to_not_convert')}"
     if is_quantized:
         return f"{module.files[0]} is quantized, but {label} builds {module.name} plain ({listed})"

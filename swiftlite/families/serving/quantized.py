@@ -9,6 +9,7 @@ engine's modules, which differ from the names of tensors in files for some famil
     fp8                 `modules_to_not_convert`  whole names in vLLM, parts of names between dots in SGLang
     gptq                `dynamic`                 regular expressions after "-:"
     awq                 `modules_to_not_convert`  substrings of names
+    modelopt            `ignore`                  names in which * stands for any text; in vLLM also substrings
     mxfp4               none: the drafts of swiftlite's plugins build the heads plain
 
 `built.py` determines which modules an engine builds quantized. Tests compare both with the modules that vLLM 0.32
@@ -28,7 +29,7 @@ from swiftlite.families import Family
 from swiftlite.families.serving.convention import Convention
 from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
 
-METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
+METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "modelopt")
 """Values of `Quantization.method` whose lists are known: each has a branch in `with_heads_kept` and in
 `built.builds_quantized`."""
 
@@ -124,6 +125,8 @@ def with_heads_kept(
     result = dict(content)
     if method == "compressed-tensors":
         result["ignore"] = _added(content.get("ignore"), [f"re:{re.escape(block)}.*" for block in blocks] + names)
+    elif method == "modelopt":
+        result["ignore"] = _added(content.get("ignore"), [f"{block}*" for block in blocks] + names)
     elif method == "gptq":
         patterns = [f"-:{re.escape(block)}.*" for block in blocks] + [f"-:{re.escape(name)}$" for name in names]
         result["dynamic"] = {pattern: {} for pattern in patterns} | dict(content.get("dynamic") or {})

@@ -102,7 +102,7 @@ def _check_template(args: SpeedupArgs, model: HfModel) -> None:
         UserError: there is no template, or the model cannot write prompts with it.
     """
     try:
-        template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+        template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code, args.chat_template_kwargs))
     except UserError as error:
         raise UserError(f"--model {args.model}: {error.problem}", error.hint) from None
     if args.dataset and args.self_prompts_share == 0:

@@ -1,5 +1,6 @@
 """The commands of `speedup`. A user can run each of them by hand."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,6 +199,8 @@ class Commands:
         words = ["--model", model, "--torch_dtype", args.torch_dtype or ENGINES[args.infer_backend].fastest_dtype]
         if args.trust_remote_code:
             words += ["--trust_remote_code", "true"]
+        if args.chat_template_kwargs:
+            words += ["--chat_template_kwargs", json.dumps(args.chat_template_kwargs)]
         return words
 
     def _system(self) -> list[str]:

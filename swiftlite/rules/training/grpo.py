@@ -121,8 +121,8 @@ def clipping_has_a_range(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.delta is not None and args.delta <= 1 + high:
         yield f"--delta {args.delta} must be above 1 + --epsilon_high = {1 + high:g}", f"use --delta {1 + 2 * high:g}"
-    if args.delta is not None and args.loss_type == "cispo":
-        yield "--delta does not apply to --loss_type cispo", "remove --delta"
+    if args.delta is not None and args.loss_type in ("cispo", "sapo"):
+        yield f"--delta does not apply to --loss_type {args.loss_type}", "remove --delta"
 
 
 def heads_can_follow(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
@@ -217,8 +217,11 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "num_speculative_tokens": no_heads if no_heads[0] else not_drafted,
         "draft_schedule": no_heads if no_heads[0] else not_drafted,
         "mtp_lr": no_heads,
+        **dict.fromkeys(_OF_SAPO, (args.loss_type != "sapo", "--loss_type is not sapo")),
+        **dict.fromkeys(("epsilon", "epsilon_high"), (args.loss_type == "sapo", "--loss_type sapo does not clip")),
         "soft_cache_length": no_length,
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
+        "log_completions": (not {*_WITH_TABLES} & {*args.report_to}, "--report_to has no tracker with tables"),
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
         **dict.fromkeys(_OF_DRAWING, stored),
         **dict.fromkeys(("eval_steps", "eval_iters"), stored),
@@ -227,6 +230,8 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     yield from common.without_effect(args, idle)
 
 
+_OF_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
+_WITH_TABLES = ("wandb", "swanlab", "trackio")
 _OF_REWARDS = ("external_plugins", "advantage_estimator", "scale_rewards")
 _OF_DRAWING = ("reward_funcs", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
 _OF_DRAWING += ("max_resample_times", "draft_schedule")

@@ -119,6 +119,20 @@ def min_lr_is_below_lr(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--min_lr {args.min_lr} must not exceed --lr {lr}", "the learning rate decays from --lr to --min_lr"
 
 
+def learning_rate_has_its_phases(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    warmup, decay = args.lr_warmup_fraction, args.lr_wsd_decay_fraction
+    if args.lr_decay_style == "inverse-square-root" and not warmup:
+        yield (
+            "--lr_decay_style inverse-square-root requires a warmup: without one, step 4 has half of --lr",
+            "use --lr_warmup_fraction 0.05",
+        )
+    if args.lr_decay_style == "WSD" and warmup + decay > 1:
+        yield (
+            f"--lr_warmup_fraction {warmup:g} and --lr_wsd_decay_fraction {decay:g} are more than all steps",
+            f"use --lr_wsd_decay_fraction {1 - warmup:g} or less",
+        )
+
+
 def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect because of another option or the model."""
     idle = _idle_of_heads(args, facts) | _idle_of_held_out_rows(args, facts) | _idle_of_rows(args)
@@ -127,9 +141,12 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
     architecture = facts.architecture
     no_experts = (architecture is not None and not architecture.has_experts, "the model has no experts")
     not_profiled = (not args.profile_steps, "--profile_steps is not given")
+    not_wsd = (args.lr_decay_style != "WSD", "--lr_decay_style is not WSD")
     idle |= {
         "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
         "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
+        "lr_wsd_decay_fraction": not_wsd,
+        "lr_wsd_decay_style": not_wsd,
         "recompute_method": not_full,
         "recompute_num_layers": not_full,
         "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
@@ -232,11 +249,13 @@ RULES = (
     common.hf_model_is_a_directory,
     common.family_takes_the_model,
     sft_data.dataset_files_exist,
+    sft_data.columns_have_different_names,
     common.val_dataset_files_exist,
     common.output_dir_is_given,
     sft_resume.output_dir_is_not_the_model,
     sft_resume.output_dir_fits_resume,
     sft_resume.ephemeral_saves_are_frequent,
+    sft_resume.best_model_has_a_metric,
     sft_resume.resume_knows_the_options,
     sft_resume.resume_has_steps_left,
     sft_resume.resume_keeps_the_command,
@@ -252,6 +271,7 @@ RULES = (
     sft_data.attention_takes_packed_rows,
     sft_resume.resume_packs_the_same_rows,
     min_lr_is_below_lr,
+    learning_rate_has_its_phases,
     common.layout_fits,
     common.rows_have_a_supported_length,
     global_batch_divides,
@@ -263,6 +283,7 @@ RULES = (
     sft_communication.shared_experts_can_overlap,
     common.gradients_have_the_dtype_of_weights,
     common.optimizer_is_installed,
+    common.optimizer_has_whole_matrices,
     common.optimizer_can_be_offloaded,
     sft_communication.optimizer_can_leave_the_gpu,
     sft_megatron.megatron_config_is_known,

@@ -17,6 +17,13 @@ from swiftlite.plan.run import packing_of
 from swiftlite.rules import common
 
 
+def columns_have_different_names(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    names = list((args.columns or {}).values())
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"--columns renames several columns to {name!r}", "give each column its own name"
+
+
 def dataset_files_exist(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.sft_mock_dataset_config_json is not None:
         if args.dataset:

@@ -22,6 +22,8 @@ def report_to_can_be(args: SftArgs, facts: Facts) -> Iterator[Problem]:
             yield f"--report_to {text}: unknown tracker {name}", hint
         elif name in TRACKERS and not _is_installed(name):
             yield f"--report_to {name}: the {name} package is not installed", f"pip install {name}"
+    if vars(args).get("log_completions") and "swanlab" in args.report_to and not _is_installed("pyecharts"):
+        yield "--log_completions: tables in SwanLab require pyecharts, which is not installed", "pip install pyecharts"
     if len(set(args.report_to)) < len(args.report_to):
         yield f"--report_to {text} contains a tracker twice", "give each tracker once"
 

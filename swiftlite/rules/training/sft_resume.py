@@ -14,8 +14,10 @@ from swiftlite.args.docs import unsupported
 from swiftlite.args.resume import CHANGE_UPDATES, CHANGEABLE
 from swiftlite.base.json_file import read_json
 from swiftlite.methods.index import command_of_run, method_of
+from swiftlite.plan.best_metric import metric_of
 from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults
+from swiftlite.plan.run import holds_out
 from swiftlite.runtime.lock import holder_of, in_use
 
 
@@ -45,6 +47,24 @@ def ephemeral_saves_are_frequent(args: SftArgs, facts: Facts) -> Iterator[Proble
     if number is not None and number >= args.save_steps:
         problem = f"--ephemeral_save_steps {number} must be less than --save_steps {args.save_steps}"
         yield problem, "use a smaller number or a larger --save_steps, or omit it"
+
+
+def best_model_has_a_metric(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.early_stopping_threshold and args.early_stopping_patience is None:
+        yield "--early_stopping_threshold requires --early_stopping_patience", "add it, or remove the threshold"
+    metric = metric_of(args)
+    if metric is None:
+        for name in ("greater_is_better", "early_stopping_patience"):
+            if getattr(args, name) is not None:
+                yield f"--{name} requires --metric_for_best_model", "add --metric_for_best_model loss"
+    elif not holds_out(args):
+        yield "--metric_for_best_model requires held-out rows, and no rows are held out", "add --val_dataset FILE"
+    eval_steps = args.eval_steps or args.save_steps
+    if args.load_best_model_at_end and args.save_steps % eval_steps:
+        yield (
+            f"--load_best_model_at_end: --save_steps {args.save_steps} is not a multiple of --eval_steps {eval_steps}",
+            f"use --save_steps {args.save_steps // eval_steps * eval_steps or eval_steps}",
+        )
 
 
 def output_dir_is_not_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -91,7 +111,9 @@ def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
     With other data, another objective or other heads, the resumed run would be a different run with the same name.
     """
-    changes = [change for change in _changed_options(args, facts) if change[0] not in CHANGEABLE]
+    changes = _changed_options(args, facts)
+    # The state of one optimizer is not that of the other: Muon keeps no second moments of matrices.
+    changes = [change for change in changes if change[0] not in CHANGEABLE or "muon" in change[1:]]
     # Defaults of other options depend on the model, so their values before are known only with the same one.
     changes = [change for change in changes if change[0] == "model"] or changes
     otherwise = "use another --output_dir"

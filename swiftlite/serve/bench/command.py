@@ -48,7 +48,7 @@ def run(args: BenchArgs) -> None:
             kept.
     """
     model = resolve_served(args.model)
-    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code, args.chat_template_kwargs)
     info = ENGINES[args.infer_backend]
     # Without bounds of pixels: the server uses those of the model.
     encoder = PromptEncoder.open(ImageArgs(args.media_root), model, tokenizer, info)

@@ -165,6 +165,7 @@ def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PromptEncoder, Data]
         args.dataset,
         offered=vars(args),
         trust_remote_code=args.trust_remote_code,
+        chat_template_kwargs=args.chat_template_kwargs,
         max_length=args.max_length,
         max_bad_rows=args.max_bad_rows,
         system=args.system,

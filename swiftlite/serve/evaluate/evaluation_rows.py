@@ -1,8 +1,9 @@
 """Load rows for one model: with answers, or only questions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from swiftlite.args.data_file import prepared_files
 from swiftlite.args.fields import ImageArgs
@@ -50,6 +51,7 @@ def load_rows(
     *,
     offered: Collection[str] | None = None,
     trust_remote_code: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_length: int = 2048,
     max_bad_rows: int = 0,
     system: str | None = None,
@@ -66,7 +68,7 @@ def load_rows(
     Raises:
         UserError: a file cannot be read, there are more bad rows than allowed, or no row is left.
     """
-    tokenizer = load_tokenizer(model.directory, trust_remote_code)
+    tokenizer = load_tokenizer(model.directory, trust_remote_code, chat_template_kwargs)
     prompts = PromptEncoder.open(images or ImageArgs(), model, tokenizer, info)
     parse = partial(parse_row, no_images=prompts.no_images)
     encoder = ConversationEncoder(prompts.template, max_length, "right", parse, prompts.images)

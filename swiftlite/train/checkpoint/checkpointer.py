@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from swiftlite.base.atomic import fsync_tree, sync
 from swiftlite.base.errors import UserError, is_of_storage, reason_of
 from swiftlite.base.log import logger
-from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.store.best import chosen_checkpoint
 from swiftlite.store.copies import Copies
 from swiftlite.store.manifest import write_manifest
 from swiftlite.store.retention import EPHEMERAL_FILE, EPHEMERAL_TEXT, delete_checkpoint, delete_oldest
@@ -58,15 +58,15 @@ _OF_TORCH_READER = "PytorchStreamReader"  # part of the message of the RuntimeEr
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path refers to: the path itself, or the newest checkpoint of a run's directory.
+    """Return the checkpoint that a path refers to: the path itself, or that of a run's directory (`chosen_checkpoint`).
 
     Raises:
         UserError: the path is neither a checkpoint nor a directory with checkpoints.
     """
     if (path / STATE_FILE).is_file():
         return path
-    if checkpoints := run_checkpoints(path):
-        return checkpoints[-1]
+    if checkpoint := chosen_checkpoint(path):
+        return checkpoint
     raise UserError(f"{path} has no checkpoint", "use a run's output_dir or one of its checkpoint-N directories")
 
 

@@ -30,6 +30,10 @@ Sharded = ShardedTensor | ShardedTensorFactory
 class HoldsMoments(ABC):
     """A torch optimizer that does not store its moments as float32 tensors in `state`."""
 
+    def kinds(self, main: torch.Tensor) -> tuple[str, ...]:
+        """Return the moments of a tensor that the optimizer updates."""
+        return MOMENTS
+
     @abstractmethod
     def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
         """Return a moment of a tensor that the optimizer updates, as float32 on any device; zeros before the first
@@ -71,10 +75,13 @@ class Slot:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of state of the parameter: two moments and, unless the parameter is float32, its main weight."""
+        """The kinds of state of the parameter: moments and, unless the parameter is float32, its main weight."""
+        moments = MOMENTS
+        if isinstance(self.inner, HoldsMoments) and self.main is not None:
+            moments = self.inner.kinds(self.main)
         if self.parameter.dtype is torch.float32:
-            return MOMENTS
-        return (*MOMENTS, MAIN_WEIGHT)
+            return moments
+        return (*moments, MAIN_WEIGHT)
 
     def part(self, kind: str) -> torch.Tensor:
         """Return this rank's part of one kind of state (an element of `kinds`). Change it only with `set_part`.

@@ -18,7 +18,7 @@ from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.encoding.index import format_of
-from swiftlite.bridge.hf_config import TENSORS_FILE, quantization_change, write_patched
+from swiftlite.bridge.hf_config import MODELOPT_FILE, TENSORS_FILE, quantization_change, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.families.resolved import HfModel
 
@@ -49,7 +49,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
             f"--output_dir {run_dir} cannot be created: {error.strerror}", "use a writable directory"
         ) from None
     for path in small_files(hf_model.directory):
-        if path.name != "config.json":
+        if path.name not in ("config.json", MODELOPT_FILE):
             shutil.copy2(path, source / path.name)
     changes = hf_model.family.config_with(hf_model.config, heads) | quantization_change(hf_model.config)
     write_patched(hf_model.directory, source, changes)

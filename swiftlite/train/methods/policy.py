@@ -131,11 +131,17 @@ def token_losses(
 
         grpo, dapo, dr_grpo    -min(r A, clip(r, low, high) A)
         cispo                  -stop_gradient(min(r, high)) A log p
+        sapo                   -(4 / t) sigmoid(t (r - 1)) A
 
     The first is PPO's (arXiv 1707.06347), with the bounds of DAPO (arXiv 2503.14476). CISPO (MiniMax-M1,
-    arXiv 2506.13585) clips the weight of a token instead of dropping the token's gradient. `delta` bounds r
-    from above also for negative advantages (INTELLECT-2, arXiv 2505.07291).
+    arXiv 2506.13585) clips the weight of a token instead of dropping the token's gradient. SAPO (arXiv 2511.20347)
+    lowers the gradient smoothly with the distance of r from 1; its temperature t depends on the sign of A. `delta`
+    bounds r from above also for negative advantages (INTELLECT-2, arXiv 2505.07291).
     """
+    if policy.loss_type == "sapo":
+        positive, other = policy.sapo_temperatures
+        temperature_BS = torch.where(advantage_BS > 0, positive, other)
+        return -(4 / temperature_BS) * torch.sigmoid(temperature_BS * (ratio_BS - 1)) * advantage_BS
     if policy.loss_type == "cispo":
         return -ratio_BS.clamp(max=policy.clip_high).detach() * advantage_BS * log_p_BS
     clipped_BS = ratio_BS.clamp(policy.clip_low, policy.clip_high)
@@ -177,7 +183,7 @@ class PolicyObjective:
     maximum length. The loss is
 
         dapo, cispo    sum_it l_it / sum_i T_i
-        grpo           sum_i ( sum_t l_it / T_i ) / N
+        grpo, sapo     sum_i ( sum_t l_it / T_i ) / N
         dr_grpo        sum_it l_it / (N * L)
 
     of DAPO (arXiv 2503.14476), GRPO (DeepSeekMath, arXiv 2402.03300) and Dr. GRPO (arXiv 2503.20783),
@@ -249,7 +255,7 @@ class PolicyObjective:
         if policy.beta:
             kl_BS = kl_of(log_p_BS, extras[REFERENCE.name], ratio_BS, policy)
             loss_BS = loss_BS + policy.beta * kl_BS
-        if policy.loss_type == "grpo":
+        if policy.divides_by_lengths:
             loss_BS = loss_BS / tokens.per_token(tokens.lengths_N).clamp(min=1)
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length
@@ -284,7 +290,7 @@ class PolicyObjective:
         low, high = (mean_of(found[name], found["clippable"]) for name in ("low", "high"))
         if self.policy.loss_type == "cispo":
             metrics["cispo_clip_ratio"] = high
-        else:
+        elif self.policy.loss_type != "sapo":
             metrics |= {
                 "clip_ratio/low_mean": low,
                 "clip_ratio/high_mean": high,

@@ -4,14 +4,20 @@
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import Batch, Extra
+from swiftlite.data.encoder import Encoder
+from swiftlite.data.rows.columns import WithColumns
+from swiftlite.families.resolved import HfModel
 from swiftlite.methods.index import method_of
 from swiftlite.train.methods.conversations import LoadData, MakeEncoder, conversation_prompts, load_data
+from swiftlite.train.metrics.trackers import Table
 from swiftlite.train.objective import Objective
 from swiftlite.train.phases import Run
 
@@ -33,6 +39,7 @@ class TrainBatches:
         evaluate: returns further metrics of held-out rows, named `eval_...`, given the number of completed steps. It is
             called on all ranks, and may raise `Stopped` on all of them. None: there are none.
         release: ends processes that the other functions use.
+        table: returns a table for trackers about the step that `get` was called for last, on the first rank.
     """
 
     get: Callable[[int], Sequence[Batch]]
@@ -40,6 +47,7 @@ class TrainBatches:
     sources_of: Callable[[int], Sequence[str]] = lambda step: ()
     evaluate: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
+    table: Callable[[int], Table | None] = lambda step: None
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,13 @@ class Training:
     held_out_prompts: Callable[[Run], tuple[Sequence[Prompt], Collection[int | None]]] = conversation_prompts
     open_batches: Callable[[Run], TrainBatches] | None = None
     extras: Sequence[Extra] = ()
+
+    def encoder(self, args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
+        """Return the encoder of rows, whose columns --columns can rename."""
+        encoder: Any = self.make_encoder(args, tokenizer, hf_model)
+        if args.columns:
+            return replace(encoder, parse=WithColumns(encoder.parse, args.columns))
+        return encoder
 
 
 def training_of(args: SftArgs) -> Training:

@@ -1,4 +1,4 @@
-"""Send metrics to wandb, SwanLab or MLflow through their own packages, which are optional.
+"""Send metrics to wandb, SwanLab, MLflow or Trackio through their own packages, which are optional.
 
 Environment variables of each package set addresses, accounts, projects and offline modes. The command line, the output
 on the console and the environment are not sent, because they may contain secrets.
@@ -7,10 +7,10 @@ on the console and the environment are not sent, because they may contain secret
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, clip, reason_of
@@ -41,6 +41,22 @@ class TrackedRun:
     @property
     def name(self) -> str:
         return self.output_dir.absolute().name
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for trackers, such as the completions of a generation."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float]]
+
+
+@runtime_checkable
+class TableLogger(Protocol):
+    """A tracker or a metric logger that can show tables."""
+
+    def log_table(self, step: int, table: Table) -> None: ...
 
 
 class Tracker(Protocol):
@@ -81,6 +97,12 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log({**metrics, "step": step})
 
+    def log_table(self, step: int, table: Table) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        shown = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        self.run.log({table.name: shown, "step": step})
+
     def summarize(self, figures: Mapping[str, float]) -> None:
         self.run.summary.update(dict(figures))
 
@@ -113,6 +135,13 @@ class SwanLab:
         self.step = step
         self.run.log(dict(metrics), step=step)
 
+    def log_table(self, step: int, table: Table) -> None:
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        shown = swanlab.echarts.Table()  # requires pyecharts
+        shown.add(list(table.columns), [list(row) for row in table.rows])
+        self.run.log({table.name: shown}, step=step)
+
     def summarize(self, figures: Mapping[str, float]) -> None:
         self.run.log(dict(figures), step=self.step)
 
@@ -144,7 +173,49 @@ class MLflow:
         self.mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": Wandb, "swanlab": SwanLab, "mlflow": MLflow}
+class Trackio:
+    """A run of Trackio, which finds a run by its name. Trackio has no summary, so it is logged as the last point."""
+
+    def __init__(self, run: TrackedRun):
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        known = run.known_ids.get("trackio")
+        self.id = known or f"{run.name}-{secrets.token_hex(4)}"
+        self.run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=self.id,
+            config=dict(run.config),
+            resume="allow" if known else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.step = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step = step
+        self.run.log(dict(metrics), step=step)
+
+    def log_table(self, step: int, table: Table) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+        from pandas import DataFrame
+
+        shown = trackio.Table(dataframe=DataFrame(table.rows, columns=list(table.columns)))
+        self.run.log({table.name: shown}, step=step)
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        self.run.log(dict(figures), step=self.step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "wandb": Wandb,
+    "swanlab": SwanLab,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
 
 
 class TolerantTracker:
@@ -156,6 +227,9 @@ class TolerantTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._try(lambda tracker: tracker.log(step, metrics))
+
+    def log_table(self, step: int, table: Table) -> None:
+        self._try(lambda tracker: tracker.log_table(step, table) if isinstance(tracker, TableLogger) else None)
 
     def summarize(self, figures: Mapping[str, float]) -> None:
         self._try(lambda tracker: tracker.summarize(figures))
@@ -208,6 +282,7 @@ _OFFLINE = {
     "wandb": "log in with `wandb login`, or keep the run here with WANDB_MODE=offline",
     "swanlab": "log in with `swanlab login`, or keep the run here with SWANLAB_MODE=local",
     "mlflow": "set MLFLOW_TRACKING_URI to a server, or to a file: sqlite:///mlflow.db",
+    "trackio": "keep the run here: unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL",
 }
 
 

@@ -59,6 +59,7 @@ def test_options_reach_the_package():
     embedded.OPTIONS["spec-type"](params, "ngram-simple,draft-mtp")
     embedded.OPTIONS["spec-ngram-simple-size-n"](params, "2")
     embedded.OPTIONS["spec-ngram-simple-size-m"](params, "4")
+    embedded.OPTIONS["chat-template-kwargs"](params, '{"enable_thinking": false, "style": "a b"}')
     embedded.SWITCHES["no-spec-draft-backend-sampling"](params)
     assert (params.model.path, params.speculative.draft.n_max, params.cpuparams.n_threads) == ("a.gguf", 3, 2)
     assert params.cache_type_k == xllamacpp.ggml_type.GGML_TYPE_F32
@@ -69,6 +70,7 @@ def test_options_reach_the_package():
     ]
     assert (params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m) == (2, 4)
     assert not params.speculative.draft.backend_sampling
+    assert params.default_template_kwargs == {"enable_thinking": "false", "style": '"a b"'}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def counts_of(engine: Engine) -> Counts:
     return Counts(found.drafts, found.drafted, found.accepted_per_position)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("num_tokens", some_of([0, 3], 3))
 def test_answers_are_those_of_transformers(hf_dir, hf, prompts, num_tokens):
     engine = start(hf_dir, num_tokens)
     expected = []

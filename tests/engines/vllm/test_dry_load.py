@@ -102,7 +102,7 @@ QUANTIZED_CASES = [
     # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only.
     *product([family for family in CLASSES if family not in ("gpt_oss", *DSA)], ("int8", "int4"), (False, True)),
     *product(OF_BLOCKS, ("fp8_blocks_128",), (False, True)),
-    *product(WITHOUT_EXPERTS, ("awq", "nvfp4"), (False, True)),
+    *product(WITHOUT_EXPERTS, ("awq", "nvfp4", "modelopt_fp8"), (False, True)),
     *product(WITHOUT_EXPERTS, ("gptq",), (False,)),
     *product(("qwen3", "llama"), ("gptq",), (True,)),
 ]
@@ -123,6 +123,8 @@ CHOSEN = some_of(
     ("qwen3", "nvfp4", False),
     ("qwen3_5_text", "nvfp4", True),
     ("mimo", "awq", False),
+    ("qwen3", "modelopt_fp8", True),
+    ("mimo", "modelopt_fp8", False),
     *product(("qwen3",), ("gptq",), (False, True)),
 )
 
@@ -144,7 +146,8 @@ def make_quantized_source(directory: Path, family: str, name: str) -> Path:
 def make_quantized(directory: Path, family: str, name: str, block: bool) -> Path:
     source = make_quantized_source(directory / "source", family, name)
     experts = name == "fp8_blocks_128"
-    model = quantize_hf(source, directory / "model", name, block=block, experts=experts, ignore=[])
+    ignore = ["lm_head"] if name == "modelopt_fp8" else []  # ModelOpt lists it, and vLLM would build it quantized
+    model = quantize_hf(source, directory / "model", name, block=block, experts=experts, ignore=ignore)
     list_plain(model, keeps_block=not block)
     return model
 

@@ -33,7 +33,9 @@ def make_commands(tmp_path):
 
 
 def test_every_command_parses(make_commands, tmp_path):
-    commands = make_commands(system="Be brief.", torch_dtype="float32", trust_remote_code=True)
+    variables = {"enable_thinking": False}
+    options = {"torch_dtype": "float32", "trust_remote_code": True, "chat_template_kwargs": variables}
+    commands = make_commands(system="Be brief.", **options)
     steps = [
         commands.answers(1, 128, 0, 0),
         commands.training([128, 500], "round-1"),
@@ -45,7 +47,7 @@ def test_every_command_parses(make_commands, tmp_path):
         assert Path(args.output_dir).is_relative_to(tmp_path / "out")
         assert step.result.is_relative_to(args.output_dir)
         if step.name != "round-1/export":
-            assert (args.torch_dtype, args.trust_remote_code) == ("float32", True)
+            assert {name: getattr(args, name) for name in options} == options
 
 
 def test_rounds_write_different_prompts(make_commands):

@@ -1,0 +1,49 @@
+"""Rename the columns of rows before they are parsed (`--columns`), so that published files load as they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swiftlite.data.rows.row_error import RowError
+
+if TYPE_CHECKING:  # `conversation.py` and `sources.py` are imported by most other modules of rows
+    from swiftlite.data.rows.conversation import Conversation
+    from swiftlite.data.rows.sources import RowParser
+
+
+@dataclass(frozen=True)
+class WithColumns:
+    """A `RowParser` that parses rows with other names of columns.
+
+    Attributes:
+        parse: parses a row with the new names.
+        columns: the new name of each column; other columns keep their names.
+    """
+
+    parse: "RowParser"
+    columns: Mapping[str, str]
+
+    def __call__(self, row: object, *, system: str | None = None, source: str = "") -> "Conversation":
+        """Parse a row.
+
+        Raises:
+            RowError: a field is invalid, or two columns have the same new name.
+        """
+        return self.parse(renamed(row, self.columns), system=system, source=source)
+
+
+def renamed(row: object, columns: Mapping[str, str]) -> object:
+    """Return a row with new names of columns; anything else than an object unchanged.
+
+    Raises:
+        RowError: two columns have the same new name.
+    """
+    if not isinstance(row, dict):
+        return row
+    result = {}
+    for name, value in row.items():
+        new = columns.get(name, name)
+        if new in result:
+            raise RowError(new, "is in the row, and --columns renames another column to it", "correct --columns")
+        result[new] = value
+    return result
