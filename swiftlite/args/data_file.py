@@ -11,7 +11,7 @@ STREAMED_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Extensions of files that are read row by row."""
 
 SPEED_BENCH = "speed-bench:"
-"""Begin of the name of a directory with prepared files of SPEED-Bench, in place of a file."""
+"""Prefix of a directory with prepared files of SPEED-Bench, in place of a file."""
 
 MAX_DIGITS = 15
 """Maximum number of digits of a number of rows. No file has so large a number of rows, and int() raises an error for

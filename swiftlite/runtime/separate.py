@@ -1,4 +1,4 @@
-"""Find and run programs in a virtual environment of their own.
+"""Find and run programs that have a separate virtual environment.
 
 Some programs require other releases of packages than the engines. This module does not import torch.
 """

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.server.metrics import Generation
 from swiftlite.report.comparison import comparison_page
 from swiftlite.report.page import render
 from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page
 from swiftlite.serve.evaluate.page import evaluation_page
+from swiftlite.serve.evaluate.task_page import Compared, task_page
+from swiftlite.serve.evaluate.task_results import TaskRun
 from tests.browser import CHROMIUM, HOW_TO_GET_IT
 from tests.data.images import data_uri, noise
 from tests.report.files import HOSTILE, write_run
@@ -19,7 +23,7 @@ from tests.report.look import PALE_TEXTS, VIEWS, listen, look
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_GET_IT)
 
-NUM_FIGURES = {"run": 11, "images": 11, "hostile": 11, "runs": 13, "evaluation": 3}
+NUM_FIGURES = {"run": 11, "images": 11, "hostile": 11, "runs": 13, "evaluation": 3, "tasks": 2}
 
 
 def figures(*rates: float) -> dict:
@@ -46,6 +50,11 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         "runs": comparison_page([plain, hostile]),
         "evaluation": evaluation_page(results, {"model": HOSTILE, "baseline": "before"}),
     }
+    results = {"results": {HOSTILE: {"acc,none": 0.5, "acc_stderr,none": 0.1}, "t": {"acc,none": 0.25}}}
+    results |= {"n-samples": {"t": {"effective": 4}}, "configs": {"t": {"output_type": "generate_until"}}}
+    drafting = TaskRun(results, DraftCounts(10, 20, (6, 3)), Generation(40, 2.0), directory)
+    tasks = [Compared("t", "model", drafting, drafting, drafting), Compared("t", "baseline", None, drafting)]
+    made["tasks"] = task_page(tasks, {"model": HOSTILE, "baseline": "before"})
     paths = {}
     for name, page in made.items():
         paths[name] = directory / f"{name}.html"

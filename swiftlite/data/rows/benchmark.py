@@ -10,7 +10,7 @@ from typing import Any
 from swiftlite.data.rows.row_error import RowError, shown
 
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-"""Begin of the texts that SPEED-Bench does not redistribute, before it is prepared."""
+"""Start of each text that SPEED-Bench does not redistribute, before it is prepared."""
 
 
 def is_question(row: dict[str, Any]) -> bool:

@@ -90,13 +90,7 @@ def _measure_models(args: EvaluateArgs) -> None:
         print(f"\n{group_table(kind, found)}")
     if by_place := position_tables(results):
         print(f"\n{by_place}")
-    report: dict[str, dict[str, Any]] = {
-        name: {"directory": names[name], **figures} for name, figures in results.items()
-    }
-    for name, trunk in trunks.items():
-        report[name] |= trunk.to_json()
-    for name, stats in served.items():
-        report[name] |= {f"by_{kind.replace(' ', '_')}": found for kind, found in _groups(stats).items()}
+    report = _report(names, results, trunks, served)
     confidences = []
     if args.draft_confidence:
         confidences = served["model"].by_confidence
@@ -111,6 +105,23 @@ def _measure_models(args: EvaluateArgs) -> None:
     if args.acceptance_json:
         add_compared_engines(Path(args.acceptance_json), _counts_of_engine(args, results))
     logger.info("wrote %s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
+
+
+def _report(
+    names: Mapping[str, str],
+    results: Mapping[str, ModelFigures],
+    trunks: Mapping[str, Trunk],
+    served: Mapping[str, EngineStats],
+) -> dict[str, dict[str, Any]]:
+    """Return the figures of each model in the format of evaluation.json."""
+    report: dict[str, dict[str, Any]] = {}
+    for name, figures in results.items():
+        report[name] = {"directory": names[name], **figures}
+        if name in trunks:
+            report[name] |= trunks[name].to_json()
+        if name in served:
+            report[name] |= {f"by_{kind.replace(' ', '_')}": found for kind, found in _groups(served[name]).items()}
+    return report
 
 
 def _groups(stats: EngineStats) -> dict[str, dict[str, Any]]:

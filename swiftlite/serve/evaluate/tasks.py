@@ -74,6 +74,10 @@ class Answering:
         """Name of the server in directories and messages."""
         return self.name if self.drafts else f"{self.name}_without_drafts"
 
+    def max_length(self, args: EvaluateArgs) -> int:
+        """Return the maximum length of prompt and answer, within the limit of the model."""
+        return min(args.max_length, self.model.config.get("max_position_embeddings", args.max_length))
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -224,7 +228,7 @@ def _server(args: EvaluateArgs, answering: Answering, log: Path) -> Iterator[tup
         infer_backend=args.task_engine,
         speculative="mtp" if answering.drafts else "none",
         num_speculative_tokens=args.num_speculative_tokens if answering.drafts else None,
-        max_model_len=args.max_length,
+        max_model_len=answering.max_length(args),
         port=port,
     )
     command = deploy.server_command(options, answering.model)
@@ -282,7 +286,7 @@ def _lm_eval_options(
         "tokenizer_backend": "huggingface",
         "trust_remote_code": args.trust_remote_code,
         "num_concurrent": args.num_concurrent,
-        "max_length": args.max_length,
+        "max_length": answering.max_length(args),
         "timeout": _SECONDS_OF_REQUEST,
     }
     options: dict[str, Any] = {
