@@ -53,9 +53,8 @@ ENGINES = [
 def models(tmp_path_factory) -> Path:
     """Return a directory with a model with heads, "hf", and one without, "base"."""
     directory = tmp_path_factory.mktemp("models")
-    limit = {"max_position_embeddings": 512}
-    make_tiny_hf(directory / "hf", "qwen3", depth=1, with_tokenizer=True, **limit)
-    make_tiny_hf(directory / "base", "qwen3", with_tokenizer=True, seed=1, **limit)
+    make_tiny_hf(directory / "hf", "qwen3", depth=1, with_tokenizer=True, max_position_embeddings=512)
+    make_tiny_hf(directory / "base", "qwen3", with_tokenizer=True, seed=1, max_position_embeddings=512)
     return directory
 
 
