@@ -44,8 +44,12 @@ def tensor_type(name: str) -> str:
     return name.replace("torch.", "torch.cuda.")
 
 
-FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
-"""Functions of torch that megatron-core calls with `device="cuda"`."""
+FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
+"""Functions of torch that create a tensor on a given device. megatron-core calls several of them with `device="cuda"`,
+and which ones depends on its version."""
 
 
 def patch_tensors() -> None:
