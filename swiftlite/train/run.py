@@ -322,14 +322,15 @@ def check_same_base(args: SftArgs, hf_model: HfModel, checkpoint: Path | None) -
 
 def make_checkpointer(run: phases.Run, state: CheckpointState, copies: Copies | None) -> Checkpointer:
     """Return the checkpointer of a restored run."""
+    args = run.args
     return Checkpointer(
         run.output_dir,
         run.mesh,
         run.train_state.chunks,
         run.train_state.optimizer,
         phases.state_of(run, state.base),
-        keep=run.args.save_total_limit,
-        is_async=run.args.async_save,
+        keep=args.save_total_limit,
+        is_async=args.async_save,
         copies=copies,
     )
 
