@@ -6,6 +6,7 @@ to the page of each run.
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -13,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
@@ -142,6 +144,15 @@ def _handler(pages: LivePages) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class LiveServer(ThreadingHTTPServer):
+    """A server that reports no browser that closes its connection."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an error, which ends no other request."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def server_of(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """Return a server of the pages of runs, which accepts connections on this machine only.
 
@@ -149,7 +160,7 @@ def server_of(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
         UserError: the port is not available.
     """
     try:
-        return ThreadingHTTPServer((ADDRESS, port), _handler(LivePages(directories)))
+        return LiveServer((ADDRESS, port), _handler(LivePages(directories)))
     except OSError as error:
         hint = "choose another one with --port"
         raise UserError(f"--port {port} is not available: {reason_of(error)}", hint) from None

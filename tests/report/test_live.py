@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -90,6 +92,18 @@ def test_a_modified_file_is_an_error_of_one_request(tmp_path):
         assert get(port)[0] == 500
         (run / "run_report.json").write_bytes(report)
         assert get(port)[0] == 200
+
+
+def test_a_browser_that_closes_its_connection_is_no_error(tmp_path, capfd):
+    run = write_run(tmp_path / "run", steps=1000)
+    with served(run) as port:
+        connection = socket.create_connection((ADDRESS, port))
+        # No time to send the rest: the connection is reset.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(f"GET / HTTP/1.1\r\nHost: {ADDRESS}\r\n\r\n".encode())
+        connection.close()
+        assert get(port)[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

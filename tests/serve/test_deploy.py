@@ -330,6 +330,7 @@ def test_one_of_several_keys_is_required(monkeypatch):
     [
         ("sglang", "--default-chat-template-kwargs"),
         ("llamacpp", "--chat-template-kwargs"),
+        ("transformers", "--chat-template-kwargs"),
         pytest.param("vllm", "--default-chat-template-kwargs", marks=needs_vllm),
     ],
 )

@@ -7,6 +7,7 @@
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 import time
@@ -87,6 +88,8 @@ class Service:
 
     async def chat(self, content: dict[str, Any]) -> dict[str, Any]:
         """Answer the last turn of a conversation."""
+        if content.get("chat_template_kwargs"):
+            raise ValueError("chat_template_kwargs of a request are not supported; they are an option of the server")
         ids = self._template.encode_prompt(content["messages"], content.get("tools"))
         choice = await self._complete(ids, content | {"max_tokens": _max_tokens(content, self._engine.max_length)})
         message = {"role": "assistant", "content": choice["text"]}
@@ -191,12 +194,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--torch-dtype", default="bfloat16")
     parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--chat-template-kwargs", type=json.loads)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--num-speculative-tokens", type=int, default=0)
     parser.add_argument("--speculative")
     args = parser.parse_args(argv)
     model = resolve_served(args.model)
-    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code, args.chat_template_kwargs))
     config = EngineConfig(
         model,
         args.torch_dtype,

@@ -37,6 +37,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         "torch_dtype": args.torch_dtype,
         "trust_remote_code": args.trust_remote_code or None,
         "max_model_len": args.max_model_len,
+        "chat_template_kwargs": args.chat_template_kwargs,
         "num_speculative_tokens": num_tokens,
         "speculative": args.speculative if drafts else None,
     }

@@ -103,6 +103,14 @@ def test_a_chat_is_a_completion_of_its_template(model):
     assert chatted["choices"][0]["message"] == {"role": "assistant", "content": completed["choices"][0]["text"]}
 
 
+def test_variables_of_the_template_are_an_option_of_the_server(model):
+    messages = [{"role": "user", "content": "word1"}]
+    kwargs = {"enable_thinking": False}
+    status, found = answer(model, "/v1/chat/completions", messages=messages, max_tokens=8, chat_template_kwargs=kwargs)
+    assert status == 400
+    assert "chat_template_kwargs" in json.dumps(found)
+
+
 def test_a_stop_text_ends_an_answer(model):
     _, whole = answer(model, "/v1/completions", prompt=PROMPT, max_tokens=20, temperature=0)
     text = whole["choices"][0]["text"]
