@@ -99,7 +99,8 @@ def convert(option: Option, value: Any) -> Any:
         return None
     if choices:
         hint = f"use --{option.name} {choices[0]}"
-        if suggestion := near(str(value), choices):
+        same = (choice for choice in choices if choice.lower() == str(value).lower())
+        if suggestion := next(same, near(str(value), choices)):
             hint = f"did you mean {suggestion}?"
         raise UserError(f"expected {' or '.join(choices)}, not {_show(value)}", hint)
     if typing.get_origin(kind) is list and (empty or value in (["none"], ["null"])):

@@ -383,7 +383,9 @@ def test_stored_tensors_that_do_not_match_are_named(tmp_path, scheme, changes, r
             },
             "compressed-tensors 3",
         ),
-        ({"quant_method": "modelopt"}, "modelopt quant_algo NVFP4"),
+        ({"quant_method": "modelopt"}, "modelopt quant_algo missing"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": "lm_head"}, "modelopt ignore lm_head"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [5]}, "modelopt ignore 5"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt quant_algo NVFP4_AWQ"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "modelopt quantized_layers"),
         (

@@ -85,9 +85,13 @@ def test_names_that_meet():
     assert renamed([1], {"a": "b"}) == [1]
 
 
-def test_two_columns_of_one_name(model):
-    args = SftArgs(model=str(model), output_dir="run", dataset=["x"], columns={"a": "query", "b": "query"})
-    with pytest.raises(OptionError, match=naming("--columns query")):
+@pytest.mark.parametrize(
+    ("columns", "word"),
+    [({"a": "query", "b": "query"}, "query"), ({"a": ""}, "empty"), ({"": "a"}, "empty"), ({}, "empty")],
+)
+def test_names_that_columns_cannot_have(model, columns, word):
+    args = SftArgs(model=str(model), output_dir="run", dataset=["x"], columns=columns)
+    with pytest.raises(OptionError, match=naming(f"--columns {word}")):
         rules.check(args)
 
 

@@ -179,6 +179,8 @@ def test_ephemeral_checkpoints_are_more_frequent_than_others(here, number, is_re
         ({"load_best_model_at_end": True, "early_stopping_patience": 2}, None),
         ({"early_stopping_patience": 2}, "--early_stopping_patience --metric_for_best_model"),
         ({"greater_is_better": False}, "--greater_is_better --metric_for_best_model"),
+        ({"metric_for_best_model": ""}, "--metric_for_best_model"),
+        ({"metric_for_best_model": "eval_"}, "--metric_for_best_model"),
         (
             {"metric_for_best_model": "loss", "early_stopping_threshold": 0.1},
             "--early_stopping_threshold --early_stopping_patience",

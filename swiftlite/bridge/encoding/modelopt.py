@@ -54,8 +54,10 @@ class ModelOpt:
             if module + ending in entries:
                 raise UserError(f"{key} is quantized by a method that is not supported: {module}{ending} exists")
         scale = entries.get(module + _SCALE)
-        if scale is None or entry.dtype is torch.int8:
-            raise UserError(f"{key} is {dtype_name(entry)}, which is not supported without {module}{_SCALE} in FP8")
+        if entry.dtype is torch.int8:
+            raise UserError(f"{key} is int8; of ModelOpt's formats, only those with FP8 and FP4 are supported")
+        if scale is None:
+            raise UserError(f"{key} is {dtype_name(entry)} without {module}{_SCALE}")
         shape = matrix_shape(key, entry.shape)
         if entry.dtype is torch.uint8:
             encoding = _nvfp4((shape[0], 2 * shape[1]), factor_axes=_num_axes(entries, module + _FACTOR))

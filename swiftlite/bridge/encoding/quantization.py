@@ -25,7 +25,7 @@ _OF_ALGORITHMS: dict[str, dict[str, Any]] = {
     "NVFP4": {"bits": 4, "group_size": 16, "activations": 4},
     "W4A16_NVFP4": {"bits": 4, "group_size": 16},
 }
-"""ModelOpt's algorithms: bits of weights and activations, and the numbers with a common scale."""
+"""Algorithms of ModelOpt: bits of weights and activations, and the numbers with a common scale."""
 _MIXED = "MIXED_PRECISION"
 _STRATEGIES = {"tensor", "channel", "group", "tensor_group", "block"}
 
@@ -245,10 +245,15 @@ def _modelopt_problem(quantization: Mapping[str, Any]) -> str:
     ):
         return "quantized_layers is missing"
     for name in _algorithms_of(quantization):
+        if not name:
+            return "quant_algo is missing"
         if name not in _OF_ALGORITHMS:
-            return f"quant_algo {name or None!r} is not supported; only {', '.join(_OF_ALGORITHMS)} and {_MIXED} are"
+            return f"quant_algo {name!r} is not supported; only {', '.join(_OF_ALGORITHMS)} are, or several of them"
     if quantization.get("pre_quant_scale"):
         return "pre_quant_scale true is not supported"
+    ignored = quantization.get("ignore") or []
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        return f"ignore {clip(repr(ignored), 80)} is not supported; it can only be a list of names"
     return ""
 
 

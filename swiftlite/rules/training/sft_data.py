@@ -19,6 +19,8 @@ from swiftlite.rules import common
 
 def columns_have_different_names(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     names = list((args.columns or {}).values())
+    if args.columns is not None and not all([args.columns, *args.columns, *names]):
+        yield "--columns has no name, or an empty one", """for example --columns '{"problem": "query"}'"""
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"--columns renames several columns to {name!r}", "give each column its own name"

@@ -57,6 +57,8 @@ def best_model_has_a_metric(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         for name in ("greater_is_better", "early_stopping_patience"):
             if getattr(args, name) is not None:
                 yield f"--{name} requires --metric_for_best_model", "add --metric_for_best_model loss"
+    elif metric == "eval_":
+        yield "--metric_for_best_model is empty", "use --metric_for_best_model loss, acceptance or reward"
     elif not holds_out(args):
         yield "--metric_for_best_model requires held-out rows, and no rows are held out", "add --val_dataset FILE"
     eval_steps = args.eval_steps or args.save_steps
