@@ -10,12 +10,14 @@ from typing import Any
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that are set for each conversation."""
+_CONSTANTS = ("true", "false", "none")
+"""Names of Jinja's constants, besides those of Python."""
 
 
 def impossible_names(kwargs: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names that cannot be variables of a template."""
     for name in kwargs:
-        if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name) or name in RESERVED:
+        if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name) or name in (*RESERVED, *_CONSTANTS):
             yield name
 
 
@@ -25,5 +27,6 @@ def with_kwargs(template: str, kwargs: Mapping[str, Any]) -> str:
     Args:
         kwargs: JSON by name. Jinja reads Python's literals.
     """
-    statements = [f"{{%- set {name} = {value!a} -%}}" for name, value in kwargs.items()]
+    # Not "-%}" or "%}", which would remove white space at the beginning of the template.
+    statements = [f"{{% set {name} = {value!a} +%}}" for name, value in kwargs.items()]
     return "".join(statements) + template

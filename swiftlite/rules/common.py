@@ -1,6 +1,7 @@
 """Rules that several commands share."""
 
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -62,7 +63,12 @@ def options_are_of_the_command(args: Any) -> Iterator[Problem]:
 
 
 def template_variables_can_be_set(args: Any) -> Iterator[Problem]:
-    for name in impossible_names(vars(args).get("chat_template_kwargs") or {}):
+    given = vars(args).get("chat_template_kwargs") or {}
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError:
+        yield "--chat_template_kwargs has a number that JSON does not have", "replace NaN and Infinity"
+    for name in impossible_names(given):
         problem = f"--chat_template_kwargs cannot set {name!r}"
         yield problem, "give names of variables of the chat template; --system and rows set the conversation"
 

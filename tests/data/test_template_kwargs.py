@@ -41,6 +41,14 @@ def test_texts_equal_those_of_transformers(saved, value):
     assert json.dumps(value)[:3] in expected
 
 
+@pytest.mark.parametrize("start", ["\n", " ", "\n  \n"])
+def test_white_space_at_the_beginning_stays(saved, start):
+    directory = saved(start + CHATML)
+    expected = load_tokenizer(directory).apply_chat_template(MESSAGES, tokenize=False, a=1, b="x")
+    found = ChatTemplate(load_tokenizer(directory, False, {"a": 1, "b": "x"}))
+    assert found.render(MESSAGES, None) == expected
+
+
 def test_trained_turns_are_located(saved):
     """Those of `{% generation %}` blocks are rendered by another function."""
     directory = saved(CHATML_GENERATION.replace("m.content + '<", "prefix + m.content + '<"))
@@ -73,6 +81,8 @@ def test_a_variable_that_the_template_does_not_use_is_named(saved, caplog):
         ('{"messages": 1}', "--chat_template_kwargs 'messages'"),
         ('{"not a name": 1}', "--chat_template_kwargs 'not a name'"),
         ('{"if": 1}', "--chat_template_kwargs 'if'"),
+        ('{"true": 1}', "--chat_template_kwargs 'true'"),
+        ('{"a": Infinity}', "--chat_template_kwargs"),
     ],
 )
 def test_values_that_cannot_be_set(capsys, command, given, message):

@@ -28,6 +28,9 @@ from swiftlite.families.resolved import HfModel
 
 MAX_TOKENS = 16
 """Default of OpenAI's completions."""
+GREEDY = 1e-5
+"""Smaller temperatures are 0, as in vLLM: logits divided by them would be infinite."""
+MAX_TEMPERATURE = 100.0
 MAX_BYTES = 16_000_000
 """Maximum size of a request."""
 
@@ -67,7 +70,7 @@ class Service:
     async def completions(self, content: dict[str, Any]) -> dict[str, Any]:
         """Complete prompts; with `echo` and `logprobs`, also return the log-probabilities of the prompts."""
         prompts = content.get("prompt")
-        if not prompts:
+        if not isinstance(prompts, str | list) or not prompts:
             raise ValueError("prompt is missing or empty")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
@@ -88,9 +91,12 @@ class Service:
 
     async def chat(self, content: dict[str, Any]) -> dict[str, Any]:
         """Answer the last turn of a conversation."""
+        messages = content.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("messages is missing or empty")
         if content.get("chat_template_kwargs"):
             raise ValueError("chat_template_kwargs of a request are not supported; they are an option of the server")
-        ids = self._template.encode_prompt(content["messages"], content.get("tools"))
+        ids = self._template.encode_prompt(messages, content.get("tools"))
         choice = await self._complete(ids, content | {"max_tokens": _max_tokens(content, self._engine.max_length)})
         message = {"role": "assistant", "content": choice["text"]}
         choices = [{"index": 0, "message": message, "finish_reason": choice["finish_reason"], "usage": choice["usage"]}]
@@ -100,11 +106,14 @@ class Service:
         for token in ids:
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"token {token} has no embedding")
-        temperature = content.get("temperature")
+        if content.get("model") not in (None, self._name):
+            raise ValueError(f"model {content['model']!r} is not served; this server has {self._name!r}")
+        if content.get("n") not in (None, 1):
+            raise ValueError("n can only be 1")
         sampling = Sampling(
             _max_tokens(content, MAX_TOKENS),
-            1.0 if temperature is None else float(temperature),
-            float(content.get("top_p") or 1.0),
+            _temperature(content),
+            _top_p(content),
             int(content.get("seed") or 0),
             stop_token_ids=self._stops,
             log_p=True,
@@ -153,13 +162,31 @@ class Service:
         return {"object": kind, "model": self._name, "created": int(time.time()), "choices": choices, "usage": usage}
 
 
+def _temperature(content: dict[str, Any]) -> float:
+    temperature = content.get("temperature")
+    if temperature is None:
+        return 1.0
+    if not 0 <= float(temperature) <= MAX_TEMPERATURE:
+        raise ValueError(f"temperature {temperature} is not between 0 and {MAX_TEMPERATURE:g}")
+    return 0.0 if float(temperature) < GREEDY else float(temperature)
+
+
+def _top_p(content: dict[str, Any]) -> float:
+    top_p = content.get("top_p")
+    if top_p is None:
+        return 1.0
+    if not 0 < float(top_p) <= 1:
+        raise ValueError(f"top_p {top_p} is not above 0 and at most 1")
+    return float(top_p)
+
+
 def _max_tokens(content: dict[str, Any], default: int) -> int:
     number = content.get("max_completion_tokens", content.get("max_tokens"))
     if number is None:
         return default
-    if int(number) < 1:
-        raise ValueError(f"max_tokens {number} is below 1")
-    return int(number)
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"max_tokens {number!r} is not an integer above 0")
+    return number
 
 
 def _stops(content: dict[str, Any]) -> list[str]:
@@ -178,7 +205,7 @@ def _checked(answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> C
             if content.get("stream"):
                 raise ValueError("answers are not streamed")
             return web.json_response(await answer(content))
-        except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             problem = {"message": str(error) or type(error).__name__, "type": "invalid_request_error"}
             return web.json_response({"error": problem}, status=400)
 

@@ -14,9 +14,9 @@ is the same as in vLLM:
     vLLM runs head on  16   16   16        16   16        16   1 token(s)
     here               -    -    -         -    16 x 16   -    1 + 1 token(s)
 
-A request that ends with stored steps takes them with it. If a later prompt begins with its answer, and vLLM finds
-these tokens in the prefix cache, their keys are missing: up to `MOST_STEPS` of its tokens, which costs accepted drafts
-but changes no answer.
+Keys of up to `MOST_STEPS` tokens stay missing if a request ends before they are computed, and a later prompt begins with
+its answer, whose blocks vLLM finds in the prefix cache; and if vLLM does not schedule a request in the step in which
+they are computed. This costs accepted drafts, but changes no answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -114,9 +114,9 @@ def can_postpone(proposer: Any, num_drafts: int, inputs: Mapping[str, Any]) -> b
         and proposer.device.type == "cpu"
         and parallel.data_parallel_size == 1  # ranks run the head in the same steps
         and metadata.max_query_len == 1  # the step also verifies no drafts
-        and inputs["target_positions"].dim() == 1
+        and inputs["target_positions"].dim() == 1  # with images, positions have three rows
         and inputs.get("mm_embed_inputs") is None
-        and not proposer.needs_extra_input_slots
+        and not proposer.needs_extra_input_slots  # drafters whose inputs are not the trunk's tokens
     )
 
 

@@ -131,6 +131,11 @@ def test_a_stop_text_ends_an_answer(model):
         ({"prompt": PROMPT * 1000}, "6000"),
         ({"prompt": PROMPT, "max_tokens": "x"}, "x"),
         ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
+        ({"prompt": PROMPT, "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": PROMPT, "temperature": -1}, "temperature"),
+        ({"prompt": PROMPT, "top_p": 2}, "top_p"),
+        ({"prompt": PROMPT, "n": 3}, "n can"),
+        ({"prompt": 7}, "prompt"),
     ],
 )
 def test_invalid_requests_are_refused(model, content, word):
