@@ -6,13 +6,12 @@ relative to megatron/core of the 0.16.1 wheel unless stated otherwise. If a shim
 fails.
 """
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 
@@ -44,40 +43,17 @@ def tensor_type(name: str) -> str:
     return name.replace("torch.", "torch.cuda.")
 
 
-FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
-    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
-)
-"""Functions of torch that create a tensor on a given device. megatron-core calls several of them with `device="cuda"`,
-and which ones depends on its version."""
+class _CudaLiterals(TorchFunctionMode):
+    """Makes torch functions accept CUDA devices and names in the main thread, and use the CPU."""
 
-
-def patch_tensors() -> None:
-    """Make functions of torch accept CUDA devices and names, and use the CPU.
-
-    These functions are replaced, because a `TorchFunctionMode` takes 3 us of each call of torch, also of `x.shape`: 8 %
-    of the time of training a tiny model.
-    """
-    with torch.device("cpu"):
-        torch.empty(0)  # now torch knows by identity which functions `with torch.device(...)` applies to
-    for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    stock_type = torch.Tensor.type
-
-    def typed(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = stock_type(tensor, *args, **kwargs)
-        return found if args or kwargs else tensor_type(found)
-
-    torch.Tensor.type = typed  # type: ignore[assignment, method-assign]
-    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor_cuda(tensor)  # type: ignore[assignment, method-assign]
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return factory(*args, **(device_literal(kwargs) if "device" in kwargs else kwargs))
-
-    return make
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return tensor_type(func(*args))
+        if func is torch.Tensor.cuda:
+            return tensor_cuda(args[0])
+        if not kwargs:
+            return func(*args)
+        return func(*args, **device_literal(kwargs))
 
 
 def patch_current_device() -> None:
@@ -156,19 +132,19 @@ def run_eagerly() -> None:
     torch.compiler.set_stance("force_eager")
 
 
-_is_installed = False
+_mode: _CudaLiterals | None = None
 
 
 def install() -> None:
     """Apply all shims to this process. No effect if CUDA is available, or if this was called before."""
-    global _is_installed
-    if _is_installed or torch.cuda.is_available():
+    global _mode
+    if _mode is not None or torch.cuda.is_available():
         return
-    _is_installed = True
     patch_current_device()
     patch_synchronize()
     patch_streams()
     patch_rng_state()
     patch_alltoall_dispatcher()
     run_eagerly()
-    patch_tensors()
+    _mode = _CudaLiterals()
+    _mode.__enter__()  # never left, because megatron-core uses CUDA names in every step

@@ -10,7 +10,6 @@ starts once.
 import importlib.util
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -207,7 +206,7 @@ def deploy(model: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Models:
     directory = tmp_path_factory.mktemp("models")
-    old, new = (directory / name / name_for_lm_eval() for name in ("old", "new"))
+    old, new = (directory / name / "HF" for name in ("old", "new"))
     tokenizer = make_tiny_tokenizer()
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {"vocab_size": len(tokenizer), **special}
@@ -300,17 +299,8 @@ def answers(ended, live, models) -> dict[str, Answers]:
     return {"none": ended.answers, "mtp": ask_all(models.prompts)}
 
 
-def name_for_lm_eval() -> str:
-    """Return the name of the model in the documented commands, which start the server and run lm-eval."""
-    page = (ROOT / "docs/en/quality.md").read_text(encoding="utf-8")
-    (directory,) = re.findall(r"^    swiftlite deploy --model (\S+)", page, re.MULTILINE)
-    (name,) = re.findall(r"--model_args model=([^,]+),base_url=http://127\.0\.0\.1:8000/v1/chat/completions", page)
-    assert Path(directory).name == name
-    return name
-
-
 def check_request_of_lm_eval(name: str) -> None:
-    """Send the body that lm-eval's `local-chat-completions` sends, and a body with another name."""
+    """Send a body as lm-eval's `local-chat-completions` does, and a body with another name."""
     messages = [{"role": "user", "content": "What does the fox do?", "type": "text"}]
     body = {"messages": messages, "model": name, "max_tokens": 8, "temperature": 0, "stop": ["Q:"], "seed": 1234}
     assert json.loads(post("/v1/chat/completions", body))["model"] == name

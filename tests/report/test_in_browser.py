@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.server.metrics import Generation
+from swiftlite.engines.server.metrics import Throughput
 from swiftlite.report.comparison import comparison_page
 from swiftlite.report.page import render
 from swiftlite.report.run_files import read_run
@@ -52,7 +52,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     }
     results = {"results": {HOSTILE: {"acc,none": 0.5, "acc_stderr,none": 0.1}, "t": {"acc,none": 0.25}}}
     results |= {"n-samples": {"t": {"effective": 4}}, "configs": {"t": {"output_type": "generate_until"}}}
-    drafting = TaskRun(results, DraftCounts(10, 20, (6, 3)), Generation(40, 2.0), directory)
+    drafting = TaskRun(results, DraftCounts(10, 20, (6, 3)), Throughput(40, 2.0), directory)
     tasks = [Compared("t", "model", drafting, drafting, drafting), Compared("t", "baseline", None, drafting)]
     made["tasks"] = task_page(tasks, {"model": HOSTILE, "baseline": "before"})
     paths = {}

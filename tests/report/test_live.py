@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -133,7 +134,9 @@ def test_ctrl_c_ends_the_command(tmp_path):
     with served(run) as free:
         pass
     command = [sys.executable, "-m", "swiftlite", "report", str(run), "--serve", "--port", str(free)]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(Path.cwd())})
+    # A shell without job control starts programs in the background, such as this test, with SIGINT ignored.
+    handle = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(Path.cwd())}, preexec_fn=handle)
     try:
         deadline = time.monotonic() + 120
         while True:

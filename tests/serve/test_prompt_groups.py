@@ -12,6 +12,7 @@ from swiftlite.serve.bench.measure import ServerResult
 from swiftlite.serve.bench.results import ConcurrencyResult, Round
 from swiftlite.serve.evaluate.command import run
 from swiftlite.serve.prompt_groups import by_length, group_table, groups_to_json, length_group
+from tests.e2e.conftest import Commands
 from tests.messages import has_line, naming
 from tests.tiny import make_tiny_hf
 
@@ -66,7 +67,7 @@ def model(tmp_path_factory):
     return make_tiny_hf(directory, "qwen3", depth=1, with_tokenizer=True, max_position_embeddings=2048)
 
 
-def test_questions_are_evaluated_with_an_engine(model, tmp_path, capsys):
+def test_questions_are_evaluated_with_an_engine(model, tmp_path):
     """Counts by category and by length sum up to those of all prompts; rows without answers have no other figures."""
     rows = [
         {"question_id": 0, "category": "coding", "turns": ["word1 number2"]},
@@ -78,8 +79,9 @@ def test_questions_are_evaluated_with_an_engine(model, tmp_path, capsys):
     options = {"model": str(model), "dataset": [str(file)], "output_dir": str(tmp_path / "E")}
     with pytest.raises(UserError, match=naming("--dataset question.jsonl --infer_backend")):
         run(EvaluateArgs(**options))
-    args = EvaluateArgs(**options, infer_backend="transformers", torch_dtype="float32", max_new_tokens=12)
-    run(args)
+    words = ["evaluate", "--model", model, "--dataset", file, "--output_dir", tmp_path / "E"]
+    words += ["--infer_backend", "transformers", "--torch_dtype", "float32", "--max_new_tokens", 12]
+    done = Commands(tmp_path).ok(*words)
     found = json.loads((tmp_path / "E" / "evaluation.json").read_text())["model"]
     assert "teacher_forced" not in found
     assert "trunk" not in found
@@ -92,4 +94,4 @@ def test_questions_are_evaluated_with_an_engine(model, tmp_path, capsys):
         assert sum(group["num_prompts"] for group in groups) == 3
         assert sum(group["spec_decode_num_drafts"] for group in groups) == total["drafts"]
         assert sum(group["spec_decode_accepted_tokens"] for group in groups) == total["accepted"]
-    assert has_line(capsys.readouterr().out, "math 2")
+    assert has_line(done.stdout, "math 2")

@@ -14,9 +14,9 @@ is the same as in vLLM:
     vLLM runs head on  16   16   16        16   16        16   1 token(s)
     here               -    -    -         -    16 x 16   -    1 + 1 token(s)
 
-Keys of up to `MOST_STEPS` tokens stay missing if a request ends before they are computed, and a later prompt begins with
-its answer, whose blocks vLLM finds in the prefix cache; and if vLLM does not schedule a request in the step in which
-they are computed. This costs accepted drafts, but changes no answer.
+Keys of up to `MOST_STEPS` tokens stay missing if a request ends before they are computed, and a later prompt begins
+with its answer, whose blocks vLLM finds in the prefix cache; and if vLLM does not schedule a request in the step in
+which they are computed. This costs accepted drafts, but changes no answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
