@@ -49,7 +49,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-ROOT = Path(__file__).parents[2]
 PORT = 8146
 URL = f"http://127.0.0.1:{PORT}"
 KEY = "of the test"
