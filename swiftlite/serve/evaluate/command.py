@@ -155,6 +155,7 @@ def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PromptEncoder, Data]
             model,
             args.dataset,
             trust_remote_code=args.trust_remote_code,
+            chat_template_kwargs=args.chat_template_kwargs,
             max_bad_rows=args.max_bad_rows,
             system=args.system,
             images=args,

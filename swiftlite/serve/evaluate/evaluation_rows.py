@@ -33,13 +33,14 @@ def load_questions(
     dataset: Sequence[str],
     *,
     trust_remote_code: bool,
+    chat_template_kwargs: Mapping[str, Any] | None,
     max_bad_rows: int,
     system: str | None,
     images: ImageArgs,
     info: EngineInfo,
 ) -> tuple[PromptEncoder, Data]:
     """Load rows without answers, which only an engine can answer. For the arguments, see `load_rows`."""
-    tokenizer = load_tokenizer(model.directory, trust_remote_code)
+    tokenizer = load_tokenizer(model.directory, trust_remote_code, chat_template_kwargs)
     prompts = PromptEncoder.open(images, model, tokenizer, info)
     chats = load_prompts(dataset, system=system, max_bad_rows=max_bad_rows, no_images=prompts.no_images)
     return prompts, Data([], [], chats, DataReport(), "")
