@@ -22,7 +22,7 @@ which they are computed. This costs accepted drafts, but changes no answer.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -176,9 +176,9 @@ def _compute(
     steps, postponed.steps = postponed.steps, []
     if not places:
         return
-    lengths = [len(rows_of[postponed.requests[place]]) for place in places]
-    rows = torch.tensor([row for place in places for row in rows_of[postponed.requests[place]]])
-    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    rows_by_place = [rows_of[postponed.requests[place]] for place in places]
+    rows = torch.tensor(list(chain.from_iterable(rows_by_place)))
+    begins = torch.tensor([0, *accumulate(map(len, rows_by_place))], dtype=torch.int32)
     positions = torch.cat([step.positions for step in steps])[rows]
     metadata = _metadata(inputs["common_attn_metadata"], places, begins, positions)
     metadata.slot_mapping = torch.cat([step.slots for step in steps])[rows]
