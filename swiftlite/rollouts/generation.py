@@ -121,10 +121,8 @@ class Generation:
             samples.append(with_images_of(sample, prompts[number]) if prompts else sample)
         return samples
 
-    def trained_samples(self, samples: Sequence[Sample], *, overlong_filter: bool) -> list[Sample]:
-        """Return the samples with which a step is trained: with a filter, truncated completions have no labels."""
-        if not overlong_filter:
-            return list(samples)
+    def without_truncated(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples of the completions with the labels removed from truncated ones (--overlong_filter)."""
         trained = []
         for sample, is_truncated in zip(samples, self.is_truncated, strict=True):
             if is_truncated:

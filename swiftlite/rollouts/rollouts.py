@@ -93,8 +93,9 @@ class Rollouts:
         number, within = divmod(step, self.files.steps)
         if number != self._number:
             self._generation = self._open(number, step)
-            samples = self._samples_of(number, self._generation)
-            self._samples = self._generation.trained_samples(samples, overlong_filter=args.overlong_filter)
+            self._samples = self._samples_of(number, self._generation)
+            if args.overlong_filter:
+                self._samples = self._generation.without_truncated(self._samples)
             self._number = number
         assert self._generation is not None
         part = within % args.steps_per_generation  # the parts are used again in each iteration
