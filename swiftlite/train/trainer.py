@@ -115,6 +115,7 @@ class Trainer:
     clock: StepClock = field(init=False)
     stragglers: Stragglers = field(init=False)
     _last_saved: int = 0
+    _evaluation: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last evaluation during training
 
     def __post_init__(self):
         self.clock = StepClock(self.mesh.device.is_cuda)
@@ -184,6 +185,7 @@ class Trainer:
                 metrics = self.evaluate(step)
         except Stopped:
             return all_reduce_max(stop.received, self.mesh)
+        self._evaluation = step, metrics
         self._record(step, metrics)
         self._end_early(step)
         return 0
@@ -201,8 +203,12 @@ class Trainer:
             logger.info("training ends at step %d: %s has not improved in %d evaluations", step, metric, patience)
 
     def evaluate_last(self) -> dict[str, float]:
-        """Evaluate the last step, and log the metrics unless that was done when training ended early."""
-        metrics = self.evaluate(self.last_step)
+        """Return the metrics of the last step. It is evaluated and logged now, unless training ended early after its
+        evaluation.
+        """
+        step, metrics = self._evaluation
+        if step != self.last_step:
+            metrics = self.evaluate(self.last_step)
         if self.last_step == self.schedule.steps:
             self._record(self.last_step, metrics)
             if self.best and self.checkpointer:
