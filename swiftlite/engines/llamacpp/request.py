@@ -5,9 +5,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from swiftlite.base.direct import DIRECT
 from swiftlite.base.errors import UserError
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
 
 
 def post(url: str, path: str, content: dict[str, Any] | None = None) -> str:
@@ -22,7 +21,7 @@ def post(url: str, path: str, content: dict[str, Any] | None = None) -> str:
         data = json.dumps(content).encode()
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
-        with _opener.open(request) as response:
+        with DIRECT.open(request) as response:
             return response.read().decode("utf-8")
     except urllib.error.HTTPError as error:
         raise UserError(f"llama.cpp rejected a request: {error.read().decode(errors='replace')[:500]}") from None

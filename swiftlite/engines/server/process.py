@@ -7,18 +7,17 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftlite.base.direct import DIRECT
 from swiftlite.base.errors import UserError
 from swiftlite.engines.server_command import ServerCommand
 
 # Time to drain in-flight requests and stop workers; vLLM on a CPU takes 2 s.
 SECONDS_TO_STOP = 60
 LINES_TO_SHOW = 15
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
 
 
 @dataclass
@@ -111,7 +110,7 @@ def free_urls(number: int) -> list[tuple[str, int]]:
 
 def _is_healthy(url: str) -> bool:
     try:
-        with _opener.open(f"{url}/health", timeout=30) as response:
+        with DIRECT.open(f"{url}/health", timeout=30) as response:
             return response.status == 200
     except OSError:  # not listening, or not healthy yet
         return False

@@ -7,7 +7,6 @@ since the server started. Differences between consecutive readings are the accep
 import json
 import os
 import re
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -22,6 +21,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.args.duration import seconds_of
 from swiftlite.base.atomic import atomic_write, check_writable
+from swiftlite.base.direct import DIRECT
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
@@ -32,7 +32,6 @@ from swiftlite.report.table import text_table
 FILE = "acceptance_over_time.jsonl"
 _SECONDS_TO_ANSWER = 30
 _START_TIME = re.compile(r"^process_start_time_seconds (\d+\.?\d*(?:e\+\d+)?)$", re.MULTILINE)
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy, as ServedVllm does
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def get_metrics(server: str) -> str:
         UserError: the server does not respond, or has no /metrics.
     """
     try:
-        with _opener.open(f"{server}/metrics", timeout=_SECONDS_TO_ANSWER) as response:
+        with DIRECT.open(f"{server}/metrics", timeout=_SECONDS_TO_ANSWER) as response:
             return response.read().decode(errors="replace")
     except HTTPError as error:
         raise UserError(

@@ -20,6 +20,7 @@ from typing import Any
 
 from swiftlite.args.commands import DeployArgs, EvaluateArgs
 from swiftlite.base.atomic import atomic_write, check_writable
+from swiftlite.base.direct import DIRECT
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
@@ -51,7 +52,6 @@ _OF_ANSWERS = (
 )
 """Options that change answers or their speed."""
 _SECONDS_OF_REQUEST = 3600
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy for this machine
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def _served_name(url: str) -> str:
     key = os.environ.get("OPENAI_API_KEY", "")  # as lm-eval
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
-        with _opener.open(request, timeout=60) as response:
+        with DIRECT.open(request, timeout=60) as response:
             return parse_json(response.read().decode())["data"][0]["id"]
     except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(
