@@ -372,10 +372,11 @@ class KernelArgs:
     """With --fp8_format or --fp4_format: number of first decoder layers that stay in bfloat16."""
     num_layers_at_end_in_bf16: bounds.NonNegativeInt = 1
     """With --fp8_format or --fp4_format: number of last decoder layers that stay in bfloat16."""
-    attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "te"] = "auto"
+    attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "cudnn", "te"] = "auto"
     """sdpa: torch's attention, one call per sequence. flash: one call per packed row, of flash-attn if it is installed,
     else of torch. flash3, flash4: torch's attention with the kernels of flash-attn 3 (Hopper) or 4 (Hopper, Blackwell),
-    which must be installed. te: Transformer Engine's. auto: flash on GPUs in bfloat16 if available, else sdpa."""
+    which must be installed. cudnn: cuDNN's for long sequences, otherwise like flash. te: Transformer Engine's. auto:
+    cudnn on Hopper GPUs, flash on others, in bfloat16 and if available; else sdpa."""
     deterministic_mode: bool = False
     """Use deterministic GPU kernels, which are slower: identical runs are bitwise identical. Operations without a
     deterministic kernel end the run. CPU runs are always deterministic."""

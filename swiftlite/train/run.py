@@ -259,7 +259,7 @@ def plan_run(args: SftArgs, mesh: Mesh, hf_model: HfModel, data: Data) -> Plan:
         vocab_size = hf_model.config["vocab_size"]
         chosen = draft_vocab.choose_from(data, args.draft_vocab, vocab_size, args.tensor_model_parallel_size)
         heads = replace(heads, draft_vocab=chosen)
-    machine = this_machine(mesh.device.is_cuda)
+    machine = this_machine(mesh.device.is_cuda, mesh.device.capability)
     largest = largest_head(hf_model.family.architecture(hf_model.config))
     return make_plan(
         args,
