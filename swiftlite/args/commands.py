@@ -300,6 +300,11 @@ class SpeedupArgs(fields.SpeedupOptions, fields.ModelArgs):
 
 
 @dataclass(frozen=True)
+class AdaptArgs(fields.AdaptOptions, fields.ModelArgs):
+    """Train heads on the requests of a running server, and send it those that are better."""
+
+
+@dataclass(frozen=True)
 class ExaminationArgs:
     """Examination"""
 

@@ -805,6 +805,33 @@ class SpeedupOptions:
 
 
 @dataclass(frozen=True)
+class AdaptOptions:
+    """Adaptation"""
+
+    server: str = ""
+    """Address of a vLLM server that runs --model with its heads, started by swiftlite deploy --live_weights
+    --log_requests FILE, such as http://127.0.0.1:8000. Its API key is read from VLLM_API_KEY."""
+    request_log: str = ""
+    """File of the server's --log_requests."""
+    output_dir: str = ""
+    """Directory for heads, measurements and decisions; the same command resumes from it."""
+    min_rows: bounds.PositiveInt = 128
+    """Number of new conversations with which a round of training begins."""
+    max_rows: bounds.PositiveInt = 2000
+    """Maximum number of conversations for training, the newest ones."""
+    rounds: bounds.PositiveInt | None = None
+    """Number of rounds. Default: until Ctrl-C."""
+    num_train_epochs: bounds.PositiveInt = 2
+    """Passes over the conversations of a round."""
+    lr: bounds.PositiveFloat = 3e-4
+    """Peak learning rate of the heads."""
+    max_length: bounds.Length = 1024
+    """Maximum length of a conversation in tokens; longer ones are not trained."""
+    poll_seconds: bounds.PositiveFloat = 15.0
+    """Seconds between two looks at the log and the server."""
+
+
+@dataclass(frozen=True)
 class GenerationArgs:
     """Generation"""
 

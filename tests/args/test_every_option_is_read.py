@@ -39,6 +39,7 @@ READERS = {
     "regenerate": ["improve/regenerate", "serve/infer.py", "engines"],
     "evaluate": ["serve/evaluate", "engines/prompts.py"],
     "speedup": ["improve/speedup"],
+    "adapt": ["improve/adapt"],
     "bench": ["serve/bench", "args/commands.py"],
     "doctor": [
         "cli/doctor.py",
