@@ -28,6 +28,7 @@ from typing import Any
 from swiftlite.args.config import near
 from swiftlite.base.errors import UserError
 from swiftlite.rewards.index import REWARDS, check_reward
+from swiftlite.rewards.models import load_model
 from swiftlite.rewards.settings import RewardSettings
 
 ARGUMENTS = ("prompts", "prompt_texts", "completions", "completion_ids", "step")
@@ -104,12 +105,17 @@ def load_rewards(
     Raises:
         UserError: a name is unknown or given twice, a file cannot be imported, or a function cannot be used.
     """
+    num_functions = len(names) - len(settings.reward_models)
     sources = list(map(read_plugin, plugins)) if sources is None else sources
     modules = list(map(import_plugin, plugins, sources))
     rewards = []
     for position, name in enumerate(names):
         if name in names[:position]:
             raise UserError(f"--reward_funcs {name} is given twice", "name each function once", exit_code=2)
+        if position >= num_functions:
+            directory = settings.reward_models[position - num_functions]
+            rewards.append(_describe(name, load_model(settings, directory), directory))
+            continue
         found = [(path, module) for path, module in zip(plugins, modules, strict=True) if name in _functions(module)]
         if len(found) > 1:
             problem = f"--reward_funcs {name}: both {found[0][0]} and {found[1][0]} define this function"
