@@ -82,8 +82,6 @@ class RmArgs(fields.RewardModelArgs, SftArgs):
         "sft_mock_dataset_config_json": "random tokens are not pairs",
         "sequence_packing_scheduler": "it balances single sequences",
         "mtp_tuner": _GENERATES_NOTHING,
-        "acceptance_samples": _GENERATES_NOTHING,
-        "acceptance_max_new_tokens": _GENERATES_NOTHING,
         **dict.fromkeys([each.name for each in fields_of(fields.MtpArgs)], _GENERATES_NOTHING),
         **_ROWS_HAVE_NO_IMAGES,
         **_ALL_ROWS_ARE_READ,

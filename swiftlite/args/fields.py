@@ -271,7 +271,8 @@ class RewardModelArgs:
     """Reward model"""
 
     center_rewards_coefficient: bounds.NonNegativeFloat | None = None
-    """Weight of the squared sum of the rewards of both answers, which keeps rewards near 0, such as 0.01. Default: 0."""
+    """Weight of the squared sum of the rewards of both answers, such as 0.01, which keeps rewards near 0. Default: 0.
+    """
     mtp_num_layers: bounds.MtpDepth | None = 0
     """A reward model has no MTP heads."""
     lora_modules_to_save: list[str] = field(default_factory=lambda: ["score"])

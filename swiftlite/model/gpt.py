@@ -5,9 +5,9 @@
     forward_mtp           states, tokens       -> one tensor of states per MTP depth
     forward_postprocess   all states           -> losses if there is a target, otherwise logits
 
-The last one of a reward model is `scores`. `forward` calls them in this order. With pipeline parallelism, each rank runs its part of the layers and sends the
-hidden states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same methods from
-`decode.py`.
+A reward model has `scores` instead of the last one. `forward` calls them in this order. With pipeline parallelism, each
+rank runs its part of the layers and sends the hidden states to the next rank as one tensor (`stage_states.py`).
+Decoding with a cache calls the same methods from `decode.py`.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
 tensor-parallel rank, D MTP depth, N positions with a label, T positions of whole rows, R rotary channels.

@@ -88,8 +88,8 @@ class RewardProcess:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Names, settings and digests of files and models that scores depend on, as JSON values. The modules that the files import
-        are not included."""
+        """Names, settings and digests of files and models that scores depend on, as JSON values. The modules that the
+        files import are not included."""
         files = [hashlib.sha256(source).hexdigest() for source in self._sources]
         settings = asdict(self.settings)
         del settings["timeout"], settings["reward_models"], settings["trust_remote_code"]

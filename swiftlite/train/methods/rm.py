@@ -17,7 +17,6 @@ from torch.nn.functional import logsigmoid
 
 from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import RmArgs
-from swiftlite.base.errors import UserError
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.data.changed_samples import ChangedSamples
 from swiftlite.data.dataset import Data
