@@ -36,7 +36,7 @@ from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
 _PATHS += ("ref_model", "ref_logprobs_cache", "cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
-_PATHS += ("teacher_model", "dataset_cache")
+_PATHS += ("teacher_model", "dataset_cache", "reward_model")
 # Linux allows 255 and 4095 bytes. Temporary files next to a path have longer names.
 _MAX_NAME = 235
 _MAX_PATH = 4000

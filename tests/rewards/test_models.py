@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from swiftlite.base.errors import UserError
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import RewardSettings
 from tests.messages import naming
@@ -59,17 +60,17 @@ def test_another_model_has_another_identity(directory, tmp_path):
 
 
 def test_directories_that_are_no_reward_models(directory, tmp_path):
-    with naming("--reward_model", "config.json"), process(tmp_path):
+    with pytest.raises(UserError, match=naming("--reward_model config.json")), process(tmp_path):
         pass
     language = make_tiny_hf(tmp_path / "language", with_tokenizer=True)
-    with naming("--reward_model", "Qwen3ForCausalLM"), process(language):
+    with pytest.raises(UserError, match=naming("--reward_model Qwen3ForCausalLM")), process(language):
         pass
     mistaken = shutil.copytree(language, tmp_path / "mistaken")  # its score would be random
     config = json.loads((mistaken / "config.json").read_text())
     (mistaken / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForSequenceClassification"]}))
-    with naming("--reward_model", "labels"), process(mistaken):
+    with pytest.raises(UserError, match=naming("--reward_model 2")), process(mistaken):
         pass
     config = {**config, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     (mistaken / "config.json").write_text(json.dumps(config))
-    with naming("--reward_model", "score.weight"), process(mistaken):
+    with pytest.raises(UserError, match=naming("--reward_model score.weight")), process(mistaken):
         pass
