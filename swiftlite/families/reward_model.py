@@ -31,7 +31,9 @@ CLASSES: Mapping[str, str] = {
 """transformers' class of a reward model, by `model_type`; other families have none."""
 SCORE = "score.weight"
 """HF name of the matrix [1, H] whose product with a state is the score."""
-_KEYS = ("architectures", "num_labels", "pad_token_id")
+# Where transformers has both, the number of names is that of labels.
+_ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+_KEYS = ("architectures", *_ONE_LABEL, "pad_token_id")
 
 
 def is_reward_model(hf_config: HfConfig) -> bool:
@@ -46,7 +48,7 @@ def as_reward_model(hf_config: HfConfig) -> dict[str, Any]:
     name = CLASSES.get(str(hf_config.get("model_type")))
     if name is None or is_reward_model(hf_config):
         return dict(hf_config)
-    return {**hf_config, "architectures": [name], "num_labels": 1}
+    return {**hf_config, "architectures": [name], **_ONE_LABEL}
 
 
 def reward_keys(hf_config: HfConfig) -> dict[str, Any]:

@@ -378,7 +378,7 @@ def optimizer_can_be_offloaded(args: SftArgs, facts: Facts) -> Iterator[Problem]
 
 def changed(args: Any, names: Iterable[str]) -> list[str]:
     """Return the names of the options among `names` whose values differ from their defaults."""
-    known = options(type(args))
+    known = options(type(args), with_unsupported=True)
     return [name for name in names if vars(args)[name] != known[name].default]
 
 

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from swiftlite.args.commands import RmArgs
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train import phases
+from swiftlite.train import run as training
 from tests.tiny import make_tiny_hf
+from tests.train.prepared import prepare
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -53,3 +58,14 @@ def hf_scores(directory: Path, turns: Sequence[list[dict[str, str]]]) -> torch.T
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         found.append(model(**ids).logits[0, 0])
     return torch.stack(found)
+
+
+def train(args: RmArgs, mesh: Mesh) -> Path:
+    """Run all steps, and evaluate the last one; return the run's directory."""
+    run = prepare(args, mesh)
+    state = phases.restore(run)
+    trainer = training.make_trainer(run, state)
+    trainer.fit(state.step)
+    trainer.evaluate_last()
+    trainer.close()
+    return run.output_dir
