@@ -101,7 +101,7 @@ class RewardObjective:
         return (1 + len(FIGURES) + self.num_maxima,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count predicted tokens, of which there are none, all tokens, and pairs: int64 [3, 1]."""
+        """Count logits of tokens (0), all tokens, and pairs: int64 [3, 1]."""
         counts = torch.zeros(3, 1, dtype=torch.int64)
         for batch in batches:
             counts[1] += (batch.sequence_KBS[0] >= 0).sum().cpu()
