@@ -28,7 +28,6 @@ from typing import Any
 from swiftlite.args.config import near
 from swiftlite.base.errors import UserError
 from swiftlite.rewards.index import REWARDS, check_reward
-from swiftlite.rewards.models import load_model
 from swiftlite.rewards.settings import RewardSettings
 
 ARGUMENTS = ("prompts", "prompt_texts", "completions", "completion_ids", "step")
@@ -113,6 +112,8 @@ def load_rewards(
         if name in names[:position]:
             raise UserError(f"--reward_funcs {name} is given twice", "name each function once", exit_code=2)
         if position >= num_functions:
+            from swiftlite.rewards.classifier import load_model  # imports torch and transformers
+
             directory = settings.reward_models[position - num_functions]
             rewards.append(_describe(name, load_model(settings, directory), directory))
             continue
