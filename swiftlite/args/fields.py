@@ -267,6 +267,19 @@ class PreferenceArgs:
 
 
 @dataclass(frozen=True)
+class RewardModelArgs:
+    """Reward model"""
+
+    center_rewards_coefficient: bounds.NonNegativeFloat | None = None
+    """Weight of the squared sum of the rewards of both answers, such as 0.01, which keeps rewards near 0. Default: 0.
+    """
+    mtp_num_layers: bounds.MtpDepth | None = 0
+    """A reward model has no MTP heads."""
+    lora_modules_to_save: list[str] = field(default_factory=lambda: ["score"])
+    """Modules of the trunk that are trained in full: score, which must be among them, embed_tokens, norm, ..."""
+
+
+@dataclass(frozen=True)
 class ParallelLayout:
     """Parallel layout"""
 

@@ -69,7 +69,10 @@ class RewardArgs:
     """Reward functions: names of the library (accuracy, format, length, json_schema, code) or of functions in
     --external_plugins. The rewards of a completion are added."""
     reward_weights: list[float] = field(default_factory=list)
-    """Weight of each reward function. Default: 1."""
+    """Weight of each reward function, then of each reward model. Default: 1."""
+    reward_model: list[str] = field(default_factory=list)
+    """Directories of reward models, from megatron rm or other classifiers with one label in transformers' format: their
+    scores are added to the rewards. Each has its own tokenizer and chat template."""
     external_plugins: list[str] = field(default_factory=list)
     """Python files with reward functions, which run in a child process."""
     reward_timeout: bounds.PositiveFloat = 60.0
@@ -82,7 +85,7 @@ class RewardArgs:
     """With the reward length: number of tokens before --max_completion_length over which the reward falls from 0 to -1.
     Default: a fifth of --max_completion_length."""
     num_generations: bounds.PositiveInt = 8
-    """Number of completions per prompt, whose rewards are compared; 1 is possible without --reward_funcs."""
+    """Number of completions per prompt, whose rewards are compared; 1 is possible without rewards."""
     advantage_estimator: AdvantageEstimator = "grpo"
     """grpo: reward minus the mean of the group. rloo: reward minus the mean of the other completions of the group."""
     scale_rewards: RewardScale | None = None

@@ -14,8 +14,8 @@ def describe(args: GrpoArgs) -> Lines:
     ]
     if args.rollouts_from:
         lines[1:] = [("completions", f"stored in {args.rollouts_from}")]
-    elif args.reward_funcs:
-        lines.insert(1, ("rewards", " + ".join(args.reward_funcs)))
+    elif rewards := [*args.reward_funcs, *args.reward_model]:
+        lines.insert(1, ("rewards", " + ".join(rewards)))
     if args.teacher_model:
         lines.append(("teacher", f"{args.teacher_model}, with the coefficient {args.teacher_kl_coef:g}"))
     if args.beta:

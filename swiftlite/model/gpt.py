@@ -5,9 +5,9 @@
     forward_mtp           states, tokens       -> one tensor of states per MTP depth
     forward_postprocess   all states           -> losses if there is a target, otherwise logits
 
-`forward` calls them in this order. With pipeline parallelism, each rank runs its part of the layers and sends the
-hidden states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same methods from
-`decode.py`.
+A reward model has `scores` instead of the last one. `forward` calls them in this order. With pipeline parallelism, each
+rank runs its part of the layers and sends the hidden states to the next rank as one tensor (`stage_states.py`).
+Decoding with a cache calls the same methods from `decode.py`.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
 tensor-parallel rank, D MTP depth, N positions with a label, T positions of whole rows, R rotary channels.
@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.base.errors import UserError
@@ -136,6 +137,10 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self.embedding_multiplier = _embedding_multiplier(outside, config.params_dtype)
         self.logits_divisor = outside.logits_divisor
         self.heads_have_output_layers = outside.heads_have_output_layers and self.heads.kind == MTP
+        self.has_score = outside.has_score
+        if self.has_score and self.post_process:  # the whole matrix on each tensor-parallel rank: it has one row
+            self.output_layer = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            self.output_layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.rotary_pos_emb = rotary_pos_emb
         self.tower, self.sent_outputs, self.features = stage.tower, stage.sent_outputs, stage.features
         block_class = TransformerBlock if settings.holds_layers else StreamedBlock
@@ -183,7 +188,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
             trunk: `trunk_output` of these inputs, if it was already computed; not supported with pipeline parallelism.
 
         Returns:
-            Losses if there is a target, otherwise Logits; with `is_teacher`, the states at positions with a label.
+            Losses if there is a target, otherwise Logits; with `is_teacher`, the states at positions with a label; of a
+            reward model the scores [B, S].
             Before the last pipeline stage: the states for the next stage, as one tensor (`StageStates.to_wire`), and
             outputs of the tower (`SentOutputs`).
 
@@ -198,6 +204,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
             states = self._states(inputs, tower_outputs, trunk)
         if not self.post_process:
             return self.sent_outputs.append(states.to_wire(), tower_outputs)
+        if self.has_score:
+            return self.scores(states.trunk_SBH)
         if target is None:
             return self.forward_postprocess(states)
         if self.is_teacher:
@@ -527,6 +535,12 @@ class GPTModel(AddsGradients, McoreGPTModel):
                 for depth, (hidden_SBH, labels_BS, share_BS) in heads
             ],
         )
+
+    def scores(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """Return the score [B, S] of a reward model at each position of the row, the same on all tensor-parallel
+        ranks.
+        """
+        return self.output_layer(self.whole_sequence(hidden_SBH)).squeeze(-1).T
 
     def logits(self, hidden_SBH: torch.Tensor, own: "ColumnParallelLinear | None" = None) -> torch.Tensor:
         """Return logits [S, B, V] for this rank's part of the vocabulary, not divided by `logits_divisor`.

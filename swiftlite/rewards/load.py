@@ -104,12 +104,19 @@ def load_rewards(
     Raises:
         UserError: a name is unknown or given twice, a file cannot be imported, or a function cannot be used.
     """
+    num_functions = len(names) - len(settings.reward_models)
     sources = list(map(read_plugin, plugins)) if sources is None else sources
     modules = list(map(import_plugin, plugins, sources))
     rewards = []
     for position, name in enumerate(names):
         if name in names[:position]:
             raise UserError(f"--reward_funcs {name} is given twice", "name each function once", exit_code=2)
+        if position >= num_functions:
+            from swiftlite.rewards.classifier import load_model  # imports torch and transformers
+
+            directory = settings.reward_models[position - num_functions]
+            rewards.append(_describe(name, load_model(settings, directory), directory))
+            continue
         found = [(path, module) for path, module in zip(plugins, modules, strict=True) if name in _functions(module)]
         if len(found) > 1:
             problem = f"--reward_funcs {name}: both {found[0][0]} and {found[1][0]} define this function"

@@ -23,6 +23,7 @@ from typing import Any
 from swiftlite.base.errors import UserError
 from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
 from swiftlite.rewards.load import ARGUMENTS, RewardInfo, read_plugin
+from swiftlite.rewards.models import identity_of
 from swiftlite.rewards.settings import RewardSettings
 
 FAILURES_TO_END = 3
@@ -64,9 +65,9 @@ class RewardProcess:
     this thread to the child as the end of the parent.
 
     Args:
-        names: names of functions, in the order of the results.
+        names: names of functions and then of reward models, in the order of the results.
         plugins: the user's files (`--external_plugins`).
-        settings: the time limit of a call and the settings of named functions.
+        settings: the time limit of a call, the settings of named functions, and the directories of reward models.
 
     Attributes:
         rewards: descriptions of the functions, known when the context is entered.
@@ -87,17 +88,23 @@ class RewardProcess:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Names, settings and digests of files that scores depend on, as JSON values. The modules that the files import
-        are not included."""
+        """Names, settings and digests of files and models that scores depend on, as JSON values. The modules that the
+        files import are not included."""
         files = [hashlib.sha256(source).hexdigest() for source in self._sources]
         settings = asdict(self.settings)
-        del settings["timeout"]
-        return {"names": list(self.names), "files": files, **settings}
+        del settings["timeout"], settings["reward_models"], settings["trust_remote_code"]
+        models = {"models": self._models} if self._models else {}  # absent in generations of earlier releases
+        return {"names": list(self.names), "files": files, **settings, **models}
 
     @cached_property
     def _sources(self) -> list[bytes]:
         """Contents of the user's files, read once: a child that replaces another one executes the same code."""
         return [read_plugin(Path(path)) for path in self.plugins]
+
+    @cached_property
+    def _models(self) -> list[str]:
+        """Digests of the reward models."""
+        return list(map(identity_of, self.settings.reward_models))
 
     def __enter__(self) -> "RewardProcess":
         """Start the child, which loads the functions. Without functions there is no child.

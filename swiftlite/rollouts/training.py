@@ -21,7 +21,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
-from swiftlite.rewards.settings import reward_settings_of
+from swiftlite.rewards.settings import reward_names_of, reward_settings_of
 from swiftlite.rollouts.draw import Drawing, columns_in, omitted_in
 from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine
 from swiftlite.rollouts.frozen import open_frozen_policies
@@ -99,7 +99,7 @@ def load_scored_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Dat
 
 def reward_process(args: GrpoArgs) -> RewardProcess:
     """Return the process of the reward functions, which is not started."""
-    return RewardProcess(args.reward_funcs, args.external_plugins, reward_settings_of(args))
+    return RewardProcess(reward_names_of(args), args.external_plugins, reward_settings_of(args))
 
 
 def _enter(stack: ExitStack, rewards: RewardProcess) -> None:

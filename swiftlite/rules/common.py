@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from swiftlite.args.bounds import describe, out_of_bounds
 from swiftlite.args.command_line import shell_line
-from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, RmArgs, SftArgs
 from swiftlite.args.config import Problem, not_supported
 from swiftlite.args.data_file import (
     DATA_SUFFIXES,
@@ -36,7 +36,7 @@ from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
 _PATHS += ("ref_model", "ref_logprobs_cache", "cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
-_PATHS += ("teacher_model", "dataset_cache")
+_PATHS += ("teacher_model", "dataset_cache", "reward_model")
 # Linux allows 255 and 4095 bytes. Temporary files next to a path have longer names.
 _MAX_NAME = 235
 _MAX_PATH = 4000
@@ -154,9 +154,13 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
     if getattr(args, "drafter", None):  # `drafter_fits_the_model` reports it, and config.json does not declare it
         hf_config.pop(DRAFTER_KEY, None)
     try:
-        get_family(hf_config, facts.directory)
+        family = get_family(hf_config, facts.directory)
     except UserError as error:
         yield f"--model {args.model}: {error.problem}", error.hint
+        return
+    if family.is_reward_model and not isinstance(args, RmArgs):
+        problem = f"--model {args.model} is a reward model, which has no output layer for tokens"
+        yield problem, "give the model that it was trained from, or use swiftlite megatron rm"
 
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:
@@ -374,7 +378,7 @@ def optimizer_can_be_offloaded(args: SftArgs, facts: Facts) -> Iterator[Problem]
 
 def changed(args: Any, names: Iterable[str]) -> list[str]:
     """Return the names of the options among `names` whose values differ from their defaults."""
-    known = options(type(args))
+    known = options(type(args), with_unsupported=True)
     return [name for name in names if vars(args)[name] != known[name].default]
 
 

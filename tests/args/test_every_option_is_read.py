@@ -32,6 +32,7 @@ READERS = {
     "megatron sft": OF_TRAINING,
     "megatron pt": OF_TRAINING,
     "megatron dpo": [*OF_TRAINING, "plan/preference.py"],
+    "megatron rm": [*OF_TRAINING, "methods/rm.py"],
     "megatron grpo": [*OF_TRAINING, "plan/policy.py", "methods/grpo.py", "rollouts", "rewards/settings.py"],
     "megatron gkd": [*OF_TRAINING, "plan/distillation.py", "methods/gkd.py", "rollouts"],
     "export": ["export", "model", "plan/layout.py", "plan/quantization.py", "engines/prompts.py"],

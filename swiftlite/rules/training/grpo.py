@@ -19,7 +19,8 @@ from swiftlite.plan.heads import heads_of, mtp_init_of
 from swiftlite.plan.layout import choices
 from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
-from swiftlite.rewards.settings import reward_settings_of
+from swiftlite.rewards.models import check_directory
+from swiftlite.rewards.settings import name_of, reward_names_of, reward_settings_of
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft, teacher
 
@@ -41,21 +42,36 @@ def prompts_stay_whole(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Probl
 
 
 def rewards_are_given(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
-    if not args.reward_funcs and not args.rollouts_from and not args.teacher_model:
+    names = reward_names_of(args)
+    if not names and not args.rollouts_from and not args.teacher_model:
         yield (
             "--reward_funcs is missing",
-            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py; or give --teacher_model",
+            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py; or give --reward_model "
+            "or --teacher_model",
         )
-    if args.reward_weights and len(args.reward_weights) != len(args.reward_funcs):
+    if args.reward_weights and len(args.reward_weights) != len(names):
         yield (
-            f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} --reward_funcs",
-            "give one weight for each function",
+            f"--reward_weights has {len(args.reward_weights)} numbers for {len(names)} rewards: {', '.join(names)}",
+            "give one weight for each function, then one for each reward model",
         )
+    if not args.rollouts_from:
+        yield from reward_models_are_here(args)
     if args.reward_weights and not (all(map(math.isfinite, args.reward_weights)) and any(args.reward_weights)):
         yield f"--reward_weights {shell_line(args.reward_weights)} give no reward", "use finite numbers, not all 0"
     for name in args.external_plugins:
         if not Path(name).is_file():
             yield f"--external_plugins {name} is not a file", "give a Python file with reward functions"
+
+
+def reward_models_are_here(args: GrpoArgs) -> Iterator[Problem]:
+    names = reward_names_of(args)
+    for directory in args.reward_model:
+        if names.count(name := name_of(directory)) > 1:
+            yield f"--reward_model {directory}: another reward is also called {name}", "rename the directory"
+        try:
+            check_directory(directory)
+        except UserError as error:
+            yield error.problem, error.hint
 
 
 def named_rewards_are_known(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
@@ -91,9 +107,10 @@ def groups_fit_the_batch(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def rewards_can_be_compared(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
-    if args.num_generations == 1 and args.reward_funcs:
+    names = reward_names_of(args)
+    if args.num_generations == 1 and names:
         yield "--num_generations 1 leaves no completions to compare rewards with", "use --num_generations 2 or more"
-    if args.dynamic_sample and not args.reward_funcs and not args.rollouts_from:
+    if args.dynamic_sample and not names and not args.rollouts_from:
         yield "--dynamic_sample compares rewards, but --reward_funcs is not given", "remove --dynamic_sample"
 
 
@@ -204,7 +221,7 @@ def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> It
 
 def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect."""
-    no_rewards = (not args.reward_funcs, "--reward_funcs is not given")
+    no_rewards = (not reward_names_of(args), "--reward_funcs is not given")
     no_length = ("length" not in args.reward_funcs, "--reward_funcs does not contain length")
     not_drafted = (args.speculative == "none", "--speculative is none")
     no_heads = (not heads_of(args, facts.heads).layers, "the model has no MTP layers")
@@ -233,7 +250,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
 _OF_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 _WITH_TABLES = ("wandb", "swanlab", "trackio")
 _OF_REWARDS = ("external_plugins", "advantage_estimator", "scale_rewards")
-_OF_DRAWING = ("reward_funcs", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
+_OF_DRAWING = ("reward_funcs", "reward_model", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
 _OF_DRAWING += ("max_resample_times", "draft_schedule")
 
 RULES = (
