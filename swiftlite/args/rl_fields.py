@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from swiftlite.args import bounds
-from swiftlite.args.fields import LrDecayStyle
+from swiftlite.args.fields import LrDecayStyle, SamplingArgs
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo", "sapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
@@ -91,7 +91,7 @@ class RewardArgs:
 
 
 @dataclass(frozen=True)
-class CompletionArgs:
+class CompletionArgs(SamplingArgs):
     """Rollouts"""
 
     infer_backend: str = "transformers"

@@ -120,11 +120,13 @@ def make_small(tmp_path, family: str, depth: int):
     return make_tiny_hf(tmp_path, family, depth=depth, vocab_size=6)
 
 
-def answered(directory, top_p: float, confidence: float = 0.0) -> tuple[list[list[int]], DraftCounts]:
-    """Return three tokens after PROMPT, 600 times."""
+def answered(
+    directory, confidence: float = 0.0, num_answers: int = 600, **filters: Any
+) -> tuple[list[list[int]], DraftCounts]:
+    """Return three tokens after PROMPT, many times."""
     engine = start_engine("transformers", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=2))
-    sampling = Sampling(3, temperature=TEMPERATURE, top_p=top_p, draft_confidence=confidence)
-    completions = engine.generate([PROMPT] * 600, sampling)
+    sampling = Sampling(3, temperature=TEMPERATURE, draft_confidence=confidence, **filters)
+    completions = engine.generate([PROMPT] * num_answers, sampling)
     return [completion.token_ids for completion in completions], engine.draft_counts()
 
 
@@ -142,17 +144,42 @@ STOPS = 0.17
 def test_an_engine_that_drafts_writes_what_the_trunk_would(tmp_path, family, depth, top_p, confidence):
     """Drafting may stop after a draft token with a low probability. This draft token is verified as well."""
     directory = make_small(tmp_path, family, depth)
-    found, counts = answered(directory, top_p, confidence)
+    found, counts = answered(directory, confidence, top_p=top_p)
     assert probability(found, joint_distribution(directory, top_p)) > FALSE_ALARM
     assert 0.02 < counts.accepted / counts.drafted < 0.9
     assert 1.1 < counts.drafted / counts.drafts < 1.9 or not confidence
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"repetition_penalty": 2.0},
+    {"top_k": 4, "min_p": 0.3, "top_p": 0.95, "repetition_penalty": 1.4},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_an_engine_that_drafts_applies_filters_as_the_trunk_would(tmp_path, filters):
+    directory = make_small(tmp_path, "qwen3", 2)
+    found, counts = answered(directory, **filters)
+    assert probability(found, joint_distribution(directory, **filters)) > FALSE_ALARM
+    assert probability(found, joint_distribution(directory)) < FALSE_ALARM / 1e6
+    assert 0.02 < counts.accepted / counts.drafted < 0.9
+
+
+def test_a_penalty_without_the_drafts_before_a_position_is_noticed(tmp_path, monkeypatch):
+    def penalized(processor: Any, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return processor(ids[:, : ids.shape[1] - len(logits) + 1].expand(len(logits), -1), logits.float())
+
+    monkeypatch.setattr(engine_module, "processed", penalized)
+    directory = make_small(tmp_path, "qwen3", 2)
+    found, _ = answered(directory, num_answers=3000, repetition_penalty=2.0)
+    assert probability(found, joint_distribution(directory, repetition_penalty=2.0)) < FALSE_ALARM
 
 
 @pytest.mark.parametrize("how", some_of(["replaced by a draw from p", "always kept"]))
 def test_an_engine_that_verifies_wrongly_is_noticed(tmp_path, monkeypatch, how):
     monkeypatch.setattr(engine_module, "verify", wrong_verify(how))
     directory = make_small(tmp_path, "qwen3", 1)
-    found, _ = answered(directory, top_p=1.0)
+    found, _ = answered(directory)
     assert probability(found, joint_distribution(directory, top_p=1.0)) < FALSE_ALARM / 1e6
 
 
