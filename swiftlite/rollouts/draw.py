@@ -85,6 +85,7 @@ class Drawing:
         for failure in scored.failures:
             logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
         scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
+        generation = replace(generation, figures={**generation.figures, **scored.metrics})
         return self.rated(replace(generation, scores=scores), len(scored.failures))
 
     def rated(self, generation: Generation, num_failures: int) -> Generation:

@@ -302,7 +302,8 @@ class PolicyObjective:
             metrics["rollout/effective_tokens"] = mean_of(
                 found["weight"] ** 2, found["tokens"] * found["squared_weight"]
             )
-        return {**metrics, **head_means(sums[len(SUMS) :]), **self.figures}
+        own = {**metrics, **head_means(sums[len(SUMS) :])}
+        return {**own, **self.figures, **own}  # reward functions can name their metrics as they like
 
 
 @torch.no_grad()
