@@ -185,8 +185,10 @@ class PolicyObjective:
         dapo, cispo    sum_it l_it / sum_i T_i
         grpo, sapo     sum_i ( sum_t l_it / T_i ) / N
         dr_grpo        sum_it l_it / (N * L)
+        bnpo           the mean over micro-batches of sum_it l_it / sum_i T_i of a micro-batch
 
     of DAPO (arXiv 2503.14476), GRPO (DeepSeekMath, arXiv 2402.03300) and Dr. GRPO (arXiv 2503.20783),
+    minus `entropy_coef` times the mean entropy over all tokens,
     plus, for each MTP depth, the mean over all tokens of completions, as in `NextTokenObjective`. The heads learn from
     all completions, whatever their advantage.
 
@@ -212,34 +214,44 @@ class PolicyObjective:
         return replace(self, figures=getattr(batches, "figures", {}))
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count targets, tokens and completions, for the trunk and each MTP depth: int64 [3, K]."""
-        return count_labels_and_sequences(batches, self.heads)
+        """Count targets, tokens, completions and micro-batches, for the trunk and each MTP depth: int64 [4, K]."""
+        counts = count_labels_and_sequences(batches, self.heads)
+        return torch.cat([counts, torch.full_like(counts[:1], len(batches))])
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Return a forward step that gives the loss, the number of targets and the statistics of each micro-batch."""
-        targets, tokens, (num_completions, *_) = counts.tolist()
+        targets, tokens, (num_completions, *_), (num_batches, *_) = counts.tolist()
         divisor = targets[0] if self.policy.divides_by_tokens else num_completions
+        if self.policy.loss_type == "bnpo":
+            divisor = num_batches
+        entropy_coef = mean_of(self.policy.entropy_coef * divisor, targets[0])
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], divisor)
         balance = Balance(tokens, divisor=divisor)
         is_first = mesh.cp.rank() == 0  # context-parallel ranks have the same completions
 
         def loss_of(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             labeled = LabeledTokens.of(batch, mesh)
-            loss, statistics = self._policy_loss(losses.main, batch, labeled, is_first)
+            loss, statistics = self._policy_loss(losses.main, batch, labeled, entropy_coef, is_first)
             total = add_heads(loss, losses, batch.loss_scale_KBS, coefficients)
             number = batch.num_sequences * is_first
+            if self.policy.loss_type == "bnpo":
+                number = int(is_first)
             if self.policy.divides_by_tokens:
                 number = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
             num_targets = torch.full((), number, dtype=torch.int32, device=total.device)
             parts = [num_targets.double()[None], statistics, head_sums(losses, batch, mesh)]
             return total, num_targets, torch.cat(parts)
 
-        return forward_step_of(loss_of, balance, with_entropy=True)
+        return forward_step_of(loss_of, balance, with_entropy=True, trains_entropy=self.policy.entropy_coef > 0)
 
     def _policy_loss(
-        self, main: TokenLoss, batch: Batch, tokens: LabeledTokens, is_first: bool
+        self, main: TokenLoss, batch: Batch, tokens: LabeledTokens, entropy_coef: float | torch.Tensor, is_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum to minimize for this rank's tokens, and the statistics."""
+        """Return the sum to minimize for this rank's tokens, and the statistics.
+
+        Args:
+            entropy_coef: weight of the entropy of each token in this sum; with bnpo, it is that of the mean.
+        """
         policy, extras, log_p_BS = self.policy, batch.extras, -main.loss_BS
         old_BS = extras[OLD.name]
         old_BS = torch.where(old_BS.isnan(), log_p_BS.detach(), old_BS)
@@ -259,8 +271,13 @@ class PolicyObjective:
             loss_BS = loss_BS / tokens.per_token(tokens.lengths_N).clamp(min=1)
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length
-        loss = (loss_BS * tokens.is_target_BS).sum()
+        elif policy.loss_type == "bnpo":
+            number = tokens.sums(tokens.is_target_BS).sum().clamp(min=1)
+            loss_BS, entropy_coef = loss_BS / number, policy.entropy_coef / number
         assert main.entropy_BS is not None
+        if policy.entropy_coef:
+            loss_BS = loss_BS - entropy_coef * main.entropy_BS
+        loss = (loss_BS * tokens.is_target_BS).sum()
         values = {"loss": loss_BS, "kl": kl_BS, "teacher_kl": teacher_kl_BS}
         values |= {"entropy": main.entropy_BS, "weight": weight_BS}
         clipped = self._clipped(ratio_BS, advantage_BS)
