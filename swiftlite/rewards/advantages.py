@@ -54,6 +54,7 @@ class RewardStatistics:
         frac_reward_zero_std: fraction of groups in which all advantages are 0, because all rewards are equal or fewer
             than two completions have a reward.
         function_means: mean reward per function, without its weight.
+        function_stds: standard deviation of these rewards per function.
         function_unscored: number of completions per function that the function did not score.
         num_unscored: number of completions that no function scored.
     """
@@ -62,6 +63,7 @@ class RewardStatistics:
     std: float
     frac_reward_zero_std: float
     function_means: tuple[float, ...]
+    function_stds: tuple[float, ...]
     function_unscored: tuple[int, ...]
     num_unscored: int
 
@@ -116,6 +118,7 @@ def compute_advantages(scores: ArrayLike, settings: AdvantageSettings) -> Advant
         std=batch_std,
         frac_reward_zero_std=float(is_flat.mean()),
         function_means=tuple(_mean(column) for column in scores.T),
+        function_stds=tuple(_centered(scores.T)[2][:, 0].tolist()),
         function_unscored=tuple(int(number) for number in (~is_scored).sum(axis=0)),
         num_unscored=int(np.isnan(rewards).sum()),
     )

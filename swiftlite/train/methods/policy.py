@@ -42,8 +42,9 @@ REFERENCE = Extra("reference_log_p", per="label")
 """The log-probability of each token under the reference model."""
 TEACHER = Extra("teacher_log_p", per="label")
 """The log-probability of each token under the teacher."""
-PER_TOKEN = ("loss", "kl", "teacher_kl", "entropy", "weight")
-"""Statistics that are sums of one value per token."""
+PER_TOKEN = ("loss", "kl", "teacher_kl", "entropy", "weight", "difference", "known")
+"""Statistics that are sums of one value per token. `difference` is that of the log-probabilities of trainer and engine,
+`known` is 1 where the engine reported one."""
 SUMS = ("targets", *PER_TOKEN, "tokens", "low", "high", "clippable", "squared_weight")
 """Statistics of a micro-batch, without those of the heads. `targets` is what the loss is divided by; `low` and `high`
 count ratios beyond the bounds, among `clippable` ones."""
@@ -280,6 +281,8 @@ class PolicyObjective:
         loss = (loss_BS * tokens.is_target_BS).sum()
         values = {"loss": loss_BS, "kl": kl_BS, "teacher_kl": teacher_kl_BS}
         values |= {"entropy": main.entropy_BS, "weight": weight_BS}
+        difference_BS = (old_BS - extras[ENGINE.name]).abs()
+        values |= {"difference": difference_BS.nan_to_num(0.0), "known": (~difference_BS.isnan()).float()}
         clipped = self._clipped(ratio_BS, advantage_BS)
         return loss, _statistics(values, clipped, tokens, policy, is_first)
 
@@ -313,6 +316,8 @@ class PolicyObjective:
                 "clip_ratio/high_mean": high,
                 "clip_ratio/region_mean": low + high,
             }
+        if found["known"]:
+            metrics["sampling/sampling_logp_difference/mean"] = found["difference"] / found["known"]
         if self.policy.mismatch_mode != "none":
             metrics["rollout/importance_weight"] = mean_of(found["weight"], found["tokens"])
             # Kish's effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 for equal weights.
