@@ -140,10 +140,10 @@ def hf_model_is_described(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def _absent_model(model: str) -> Problem:
-    hub = _lower_prefix(model) or "give the directory of a Hugging Face model, or a model on the hub: ORG/NAME"
+    hub = "give the directory of a Hugging Face model, or a model on the hub: ORG/NAME"
     if model_name(f"{model}@main"):
         hub = f"for the model {model} on the hub: --model {model}@main"
-    return f"--model {model} does not exist", near_path(Path(model)) or hub
+    return f"--model {model} does not exist", _lower_prefix(model) or near_path(Path(model)) or hub
 
 
 def _lower_prefix(name: str) -> str:
@@ -194,10 +194,10 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
             hint = f"give files: {flag} {' '.join(str(path / entry) for entry in inside[:3])}"
         yield f"{flag} {file} is a directory", hint
     elif not path.exists():
-        hub = _lower_prefix(file) or f"give a file ({', '.join(DATA_SUFFIXES)}) or a dataset on the hub (ORG/NAME)"
+        hub = f"give a file ({', '.join(DATA_SUFFIXES)}) or a dataset on the hub (ORG/NAME)"
         if dataset_name(f"{file}@main") is not None:
             hub = f"for the dataset {file} on the hub: {flag} {file}@main"
-        yield f"{flag} {file} does not exist", near_path(path) or hub
+        yield f"{flag} {file} does not exist", _lower_prefix(file) or near_path(path) or hub
     elif not data_suffix(path.name):
         problem = f"{flag} {file} has an unknown extension, not one of {', '.join(DATA_SUFFIXES)}"
         yield problem, "rename it, or convert it to JSON lines"
