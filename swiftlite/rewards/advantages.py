@@ -9,7 +9,8 @@ the last estimator is that of ms-swift:
     scale                 group: A / (std of the group + 1e-4); batch: A / (std of the batch + 1e-4); none: A
 
 With reinforce_plus_plus, the std of the batch is that of the A's instead of the rewards (REINFORCE++ baseline,
-arXiv 2501.03262): the differences between groups do not count. The standard deviations have n - 1 in the denominator. Computation is in float64.
+arXiv 2501.03262): the differences between groups do not count. The standard deviations have n - 1 in the denominator.
+Computation is in float64.
 """
 
 from collections.abc import Mapping

@@ -79,7 +79,9 @@ def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("filters", [{"repetition_penalty": 2.0}, {"top_k": 4, "top_p": 0.9, "repetition_penalty": 1.4}])
+@pytest.mark.parametrize(
+    "filters", [{"repetition_penalty": 2.0}, {"top_k": 4, "top_p": 0.9, "repetition_penalty": 1.4}]
+)
 def test_filters_apply_to_drafts(filters, vllm_host, tmp_path):
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)
     ((answers, counts),) = vllm_host.call(partial(draw, directory, (0.7,), True, **filters))

@@ -109,7 +109,9 @@ def test_servers_receive_all_sampling_options(hf_dir, pair):
     _, urls = pair
     tokenizer = load_tokenizer(hf_dir)
     options: dict[str, Any] = {"top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.4}
-    sampling = replace(SAMPLING, max_new_tokens=24, **options, stop_strings=stop_strings(("e", "<|im_end|>"), tokenizer))
+    sampling = replace(
+        SAMPLING, max_new_tokens=24, **options, stop_strings=stop_strings(("e", "<|im_end|>"), tokenizer)
+    )
     engine = connect(hf_dir, urls)
     own = start_engine("transformers", EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=1))
     wanted = own.generate(PROMPTS, sampling)

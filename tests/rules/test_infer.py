@@ -122,7 +122,7 @@ def test_infer_with_sglang(here, monkeypatch, change, problem, hint):
     [
         ("vllm", {"min_p": 0.1}, "--min_p 0.1 --infer_backend vllm", "--speculative none"),
         ("sglang", {"min_p": 0.1}, "--min_p 0.1 --infer_backend sglang", "--speculative none"),
-        ("sglang", {"stop_strings": ["a b"]}, "--stop_strings 'a b' --infer_backend sglang", "transformers vllm"),
+        ("sglang", {"stop_strings": ["a"]}, "--stop_strings a --infer_backend sglang", "transformers vllm"),
         ("llamacpp", {"stop_strings": ["a"]}, "--stop_strings a --infer_backend llamacpp", "transformers vllm"),
     ],
 )

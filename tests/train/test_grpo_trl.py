@@ -143,7 +143,7 @@ def their_step(
         inputs["importance_sampling_ratio"] = mismatch(generation, args)
     hf_model = trainer.model.train()
     size = args.micro_batch_size if args.loss_type == "bnpo" else len(generation)  # others do not depend on it
-    trainer.current_gradient_accumulation_steps = number = len(generation) // size
+    trainer.current_gradient_accumulation_steps = len(generation) // size
     losses = []
     for start in range(0, len(generation), size):
         rows = slice(start, start + size)

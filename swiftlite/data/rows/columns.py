@@ -37,7 +37,7 @@ class WithColumns:
                 raise
             field, _, problem = error.problem.partition(": ")
             given = f"--columns renames {', '.join(absent)}, but the row has {', '.join(map(str, row))}"
-            raise RowError(field, problem, given) from None
+            raise RowError(field, problem, "; ".join(filter(None, (given, error.hint)))) from None
 
 
 def renamed(row: object, columns: Mapping[str, str]) -> object:

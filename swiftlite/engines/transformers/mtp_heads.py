@@ -202,7 +202,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             `num_tokens` tokens are always drafted.
         images: images of the prompt, whose features the heads read in place of placeholder tokens; None without images.
         embedding_multiplier: factor of the embeddings that heads read, if it is not in the embedding's module.
-        is_greedy: whether the most likely token is drafted also with a `logits_processor`; otherwise drafts are sampled.
+        is_greedy: whether the most likely token is drafted also with a `logits_processor`.
     """
 
     requires_model_outputs = True

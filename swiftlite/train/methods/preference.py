@@ -27,6 +27,8 @@ from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coeff
 
 REFERENCE = Extra("reference")
 """The log-probability of a sequence's labels under the reference model."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """Scores of pairs of answers under a model and its reference model.

@@ -16,9 +16,9 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers import engine as engine_module
 from swiftlite.engines.transformers import verification
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
-from swiftlite.engines.transformers.verification import verify
+from swiftlite.engines.transformers.verification import processed, verify, warpers
 from tests.engines.chi_square import FALSE_ALARM, probability
-from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
+from tests.engines.joint import PROMPT, TEMPERATURE, filtered, joint_distribution
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
@@ -120,13 +120,11 @@ def make_small(tmp_path, family: str, depth: int):
     return make_tiny_hf(tmp_path, family, depth=depth, vocab_size=6)
 
 
-def answered(
-    directory, confidence: float = 0.0, num_answers: int = 600, **filters: Any
-) -> tuple[list[list[int]], DraftCounts]:
-    """Return three tokens after PROMPT, many times."""
+def answered(directory, confidence: float = 0.0, **filters: Any) -> tuple[list[list[int]], DraftCounts]:
+    """Return three tokens after PROMPT, 600 times."""
     engine = start_engine("transformers", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=2))
     sampling = Sampling(3, temperature=TEMPERATURE, draft_confidence=confidence, **filters)
-    completions = engine.generate([PROMPT] * num_answers, sampling)
+    completions = engine.generate([PROMPT] * 600, sampling)
     return [completion.token_ids for completion in completions], engine.draft_counts()
 
 
@@ -165,14 +163,14 @@ def test_an_engine_that_drafts_applies_filters_as_the_trunk_would(tmp_path, filt
     assert 0.02 < counts.accepted / counts.drafted < 0.9
 
 
-def test_a_penalty_without_the_drafts_before_a_position_is_noticed(tmp_path, monkeypatch):
-    def penalized(processor: Any, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return processor(ids[:, : ids.shape[1] - len(logits) + 1].expand(len(logits), -1), logits.float())
-
-    monkeypatch.setattr(engine_module, "processed", penalized)
-    directory = make_small(tmp_path, "qwen3", 2)
-    found, _ = answered(directory, num_answers=3000, repetition_penalty=2.0)
-    assert probability(found, joint_distribution(directory, repetition_penalty=2.0)) < FALSE_ALARM
+@pytest.mark.parametrize("filters", [*FILTERS, {"repetition_penalty": 0.7, "top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}])
+def test_each_position_is_processed_with_the_drafts_before_it(filters):
+    generator = torch.Generator().manual_seed(3)
+    ids, logits = [3, 1, 3, 7, 5, 0], 3 * torch.randn(4, 9, generator=generator)
+    processor = warpers(Sampling(1, temperature=TEMPERATURE, **filters))
+    found = processed(processor, torch.tensor([ids]), logits.clone()).softmax(-1)
+    texts = [ids[:3], ids[:4], ids[:5], ids]  # the last three tokens are drafts
+    torch.testing.assert_close(found, filtered(logits, texts, TEMPERATURE, **filters))
 
 
 @pytest.mark.parametrize("how", some_of(["replaced by a draw from p", "always kept"]))
