@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.args.fields import FILTERS, SamplingArgs, WeightTransport
+from swiftlite.args.fields import SamplingArgs, WeightTransport
 from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.index import ENGINES
@@ -72,8 +72,13 @@ class Sampling:
 
 
 def filters_of(args: SamplingArgs | Sampling) -> dict[str, Any]:
-    """Return the settings in `FILTERS`, by name."""
-    return {name: getattr(args, name) for name in FILTERS}
+    """Return the settings that change the distribution of the next token, by name: those in `FILTERS`."""
+    return {
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+    }
 
 
 @dataclass(frozen=True)
