@@ -845,7 +845,28 @@ class AdaptOptions:
 
 
 @dataclass(frozen=True)
-class GenerationArgs:
+class SamplingArgs:
+    """Sampling"""
+
+    top_p: bounds.PositiveFraction = 1.0
+    """Nucleus sampling: sample from the smallest set of tokens with this total probability."""
+    top_k: bounds.NonNegativeInt = 0
+    """Sample from this number of most likely tokens. 0: all tokens."""
+    min_p: bounds.Fraction = 0.0
+    """Sample from the tokens with at least this share of the probability of the most likely one."""
+    repetition_penalty: Annotated[float, Interval(gt=0, le=2)] = 1.0
+    """Above 1, tokens of the prompt and of the text so far become less likely: positive logits are divided by this
+    number, negative ones are multiplied by it. Also applies to greedy decoding."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end an answer, which includes the text."""
+
+
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
+"""Options of `SamplingArgs` that change the distribution of the next token."""
+
+
+@dataclass(frozen=True)
+class GenerationArgs(SamplingArgs):
     """Generation"""
 
     max_new_tokens: bounds.PositiveInt = 256
@@ -853,8 +874,6 @@ class GenerationArgs:
     temperature: bounds.NonNegativeFloat = 0.0
     """0 is greedy. Above 0 tokens are sampled, and with --speculative drafts as well; the output keeps the trunk's
     distribution. SGLang on a CPU supports speculation only at temperature 0."""
-    top_p: bounds.PositiveFraction = 1.0
-    """Nucleus sampling: sample from the smallest set of tokens with this total probability."""
     max_batch_size: bounds.PositiveInt = 32
     """Maximum number of prompts that the engine processes at once."""
     max_model_len: bounds.Length | None = None

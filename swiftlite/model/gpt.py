@@ -51,7 +51,7 @@ from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.layers.tensor_parallel import AddsGradients, ColumnParallelLinear, VocabParallelEmbedding
 from swiftlite.model.loss.balance import RoutedTokens, routed_tokens
-from swiftlite.model.loss.chunked_loss import LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
+from swiftlite.model.loss.chunked_loss import EntropyTarget, LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
 from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.stage_states import StageStates
@@ -521,7 +521,11 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if main is None:
             with self._frozen():
                 main = self._cross_entropy(
-                    states.trunk_SBH, labels[0], share_BS=weights[0], with_entropy=target.with_entropy
+                    states.trunk_SBH,
+                    labels[0],
+                    share_BS=weights[0],
+                    with_entropy=target.with_entropy,
+                    trains_entropy=target.trains_entropy,
                 )
         if self.heads.has_joint_weights:  # they depend on the losses
             weights = [None] * len(labels)
@@ -570,6 +574,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         *,
         share_BS: torch.Tensor | None = None,
         with_entropy: bool = False,
+        trains_entropy: bool = False,
     ) -> TokenLoss:
         """Return the cross-entropy with the labels.
 
@@ -577,10 +582,14 @@ class GPTModel(AddsGradients, McoreGPTModel):
             output: output layer; default: that of the trunk.
             share_BS: weight of each label in the loss, if it is known.
             with_entropy: whether to compute the entropy of each distribution as well.
+            trains_entropy: whether to compute it with a gradient, which requires all logits a second time.
         """
         selected = select(labels_BS, hidden_SBH.device)
         states_NH = self._at_temperature(self._selected_states(hidden_SBH, selected))
         output, tp = output or self.trunk_output_matrix(), self.pg_collection.tp
+        if trains_entropy:
+            plain = self._cross_entropy(hidden_SBH, labels_BS, output, share_BS=share_BS)
+            return replace(plain, entropy_BS=self._chunked(states_NH, output, EntropyTarget(), selected, None).loss_BS)
         if self.loss_in_chunks:
             entropy_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_entropy else None
             target = LabelTarget(selected.label_N, entropy_N)
@@ -591,7 +600,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self,
         states_NH: torch.Tensor,
         output: "OutputMatrix",
-        target: LabelTarget | TrunkTarget | TeacherTarget,
+        target: LabelTarget | EntropyTarget | TrunkTarget | TeacherTarget,
         selected: Selected,
         share_BS: torch.Tensor | None,
     ) -> TokenLoss:

@@ -8,10 +8,13 @@ ones that its signature accepts:
     completions             texts of the completions
     completion_ids          token ids of each completion
     step                    number of the optimizer step
+    trainer_state           an object with TRL's `global_step`, the number of completed steps
+    log_metric              function (name, value) that adds a value to a metric, which is the mean of its values
     any other name          the column of the dataset with this name
 
-All except `step` are lists with one element per completion. A completion is a text; as in TRL,
-`completion[0]["content"]` is the text, too. The function returns one number or None per completion.
+All except the last three arguments with a name are lists with one element per completion. A completion is a text; as in
+TRL, `completion[0]["content"]` is the text, too. With an annotation such as `completions: list[list[dict]]`, a
+completion is a list with one message, as TRL passes it. The function returns one number or None per completion.
 """
 
 import importlib.util
@@ -31,8 +34,10 @@ from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.settings import RewardSettings
 
 ARGUMENTS = ("prompts", "prompt_texts", "completions", "completion_ids", "step")
-OF_TRL = ("trainer_state", "log_extra", "log_metric")
-"""Arguments of TRL 1.16 that depend on its trainer. They are not columns, so they are not reported as missing ones."""
+MADE = ("trainer_state", "log_metric")
+"""Arguments that the process of the functions makes, with TRL's names."""
+OF_TRL = ("log_extra", "environments")
+"""Other arguments of TRL 1.16. They are not columns, so they are not reported as missing ones."""
 
 
 class Completion(str):
@@ -66,6 +71,7 @@ class RewardInfo:
         takes_all: whether the function also accepts every other name.
         columns: groups of columns of the dataset. The function requires at least one column of each group.
         seconds: time limit of each completion that the function enforces itself; 0 if it has none.
+        takes_messages: whether a completion is passed as a list with one message instead of a text.
     """
 
     name: str
@@ -75,6 +81,7 @@ class RewardInfo:
     takes_all: bool
     columns: Sequence[Sequence[str]]
     seconds: float = 0.0
+    takes_messages: bool = False
 
     def time_limit(self, timeout: float, num_completions: int) -> float:
         """Return the seconds of a call. If the function limits each completion, the last ones have theirs, too."""
@@ -219,7 +226,7 @@ def _describe(name: str, function: Callable[..., Any], source: str, optional: Co
         hint = f"remove it from the signature, or give it a default: {unsupported[0]}=None"
         raise UserError(problem, hint, exit_code=2)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    columns = [(item.name,) for item in required if item.kind in by_name and item.name not in ARGUMENTS]
+    columns = [(item.name,) for item in required if item.kind in by_name and item.name not in (*ARGUMENTS, *MADE)]
     named = tuple(item.name for item in parameters if item.kind in by_name)
     takes_all = any(item.kind == item.VAR_KEYWORD for item in parameters)
     is_async = inspect.iscoroutinefunction(function)
@@ -231,8 +238,14 @@ def _describe(name: str, function: Callable[..., Any], source: str, optional: Co
         named=named,
         takes_all=takes_all,
         columns=(tuple(optional),) if optional else tuple(columns),
+        takes_messages=any(item.name == "completions" and _is_list_of_lists(item.annotation) for item in parameters),
     )
     return LoadedReward(info, function)
+
+
+def _is_list_of_lists(annotation: Any) -> bool:
+    """Return whether an annotation, which can be a text, is a list of lists."""
+    return inspect.formatannotation(annotation).replace("typing.", "").strip("'\"").lower().startswith("list[list")
 
 
 def _unknown(name: str, plugins: Sequence[Path], modules: Sequence[ModuleType]) -> UserError:

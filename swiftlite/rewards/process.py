@@ -15,14 +15,15 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
-from swiftlite.rewards.load import ARGUMENTS, RewardInfo, read_plugin
+from swiftlite.rewards.load import ARGUMENTS, MADE, RewardInfo, read_plugin
 from swiftlite.rewards.models import identity_of
 from swiftlite.rewards.settings import RewardSettings
 
@@ -43,10 +44,12 @@ class Scored:
     Attributes:
         rewards: for each function, the score of each completion; None where it did not score one or failed.
         failures: one line for each function that failed, and for a child that ended between calls.
+        metrics: the mean of the values that functions logged for each name.
     """
 
     rewards: list[Scores]
     failures: list[str]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class RewardProcess:
         self.rewards: list[RewardInfo] = []
         self._child: _Child | None = None
         self._last_failures: list[list[_Failure]] = [[] for _ in names]
+        self._logged: dict[str, list[float]] = {}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -140,9 +144,10 @@ class RewardProcess:
                 if name in omitted:
                     problem = f"{given} has values of type {omitted[name]}, which JSON cannot represent"
                     raise UserError(problem, f"convert {name} to text or numbers")
-                if name in ARGUMENTS and name in columns:
+                if name in (*ARGUMENTS, *MADE) and name in columns:
                     problem = f"{given} has the name of an argument that is not a column"
-                    raise UserError(problem, f"rename the column; other names than {', '.join(ARGUMENTS)} are free")
+                    taken = ", ".join((*ARGUMENTS, *MADE))
+                    raise UserError(problem, f"rename the column; other names than {taken} are free")
             for group in reward.columns:
                 if not set(group) & set(columns):
                     problem = f"--reward_funcs {reward.name}: {flag} does not have the column {' or '.join(group)}"
@@ -170,7 +175,8 @@ class RewardProcess:
         Raises:
             UserError: a required column is missing, or a function failed in this and the two previous calls.
         """
-        failures = []
+        failures: list[str] = []
+        self._logged = {}
         self._open().has_batch = False
         self.check_columns(columns)
         given = {
@@ -205,7 +211,7 @@ class RewardProcess:
                 self._last_failures[index].clear()
                 rewards.append(result)
         self._check_failures()
-        return Scored(rewards, failures)
+        return Scored(rewards, failures, {name: fmean(values) for name, values in self._logged.items()})
 
     def _call(self, group: Sequence[int], batch: bytes, number: int) -> dict[int, Scores | _Failure]:
         """Call the functions with these indices for a number of completions.
@@ -221,6 +227,8 @@ class RewardProcess:
                 answer = child.receive(seconds + ASYNC_PATIENCE + PATIENCE)
                 failure = _Failure(answer.get("failure", ""), answer.get("traceback", ""))
                 results[answer["index"]] = answer.get("scores", failure)
+                for name, value in answer.get("metrics", ()):
+                    self._logged.setdefault(name, []).append(value)
         except (OSError, ValueError, KeyError) as error:
             end = self._end_child(error, late(self.settings.timeout) + " (--reward_timeout)")
             missing = [index for index in group if index not in results]

@@ -19,7 +19,7 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import no_images_in
 from swiftlite.families.resolved import HfModel
 from swiftlite.plan.policy import policy_of
-from swiftlite.rewards.advantages import AdvantageSettings
+from swiftlite.rewards.advantages import SCALES, AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import reward_names_of, reward_settings_of
 from swiftlite.rollouts.draw import Drawing, columns_in, omitted_in
@@ -173,7 +173,7 @@ class _Opened:
         advantages = AdvantageSettings(
             args.num_generations,
             args.advantage_estimator,
-            args.scale_rewards or ("none" if args.advantage_estimator == "rloo" else "group"),
+            args.scale_rewards or SCALES[args.advantage_estimator],
             tuple(args.reward_weights),
         )
         columns = columns_in([*self.run.data.train, *self.run.data.val])

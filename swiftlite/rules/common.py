@@ -28,7 +28,7 @@ from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.data.template_kwargs import impossible_names
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
-from swiftlite.hub.name import dataset_name, model_name
+from swiftlite.hub.name import MODELSCOPE, dataset_name, model_name
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
 from swiftlite.plan.heads import heads_of
@@ -143,7 +143,15 @@ def _absent_model(model: str) -> Problem:
     hub = "give the directory of a Hugging Face model, or a model on the hub: ORG/NAME"
     if model_name(f"{model}@main"):
         hub = f"for the model {model} on the hub: --model {model}@main"
-    return f"--model {model} does not exist", near_path(Path(model)) or hub
+    return f"--model {model} does not exist", _lower_prefix(model) or near_path(Path(model)) or hub
+
+
+def _lower_prefix(name: str) -> str:
+    """Return the hint for a name with the prefix of ModelScope in capitals; "" for other names."""
+    prefix, rest = name[: len(MODELSCOPE)], name[len(MODELSCOPE) :]
+    if prefix.lower() != MODELSCOPE or prefix == MODELSCOPE:
+        return ""
+    return f"for ModelScope, write {MODELSCOPE}{rest}"
 
 
 def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -193,7 +201,7 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
         hub = f"give a file ({', '.join(DATA_SUFFIXES)}) or a dataset on the hub (ORG/NAME)"
         if dataset_name(f"{file}@main") is not None:
             hub = f"for the dataset {file} on the hub: {flag} {file}@main"
-        yield f"{flag} {file} does not exist", near_path(path) or hub
+        yield f"{flag} {file} does not exist", _lower_prefix(file) or near_path(path) or hub
     elif not data_suffix(path.name):
         problem = f"{flag} {file} has an unknown extension, not one of {', '.join(DATA_SUFFIXES)}"
         yield problem, "rename it, or convert it to JSON lines"

@@ -9,6 +9,8 @@ from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.docs import options
+from swiftlite.args.fields import FILTERS, SamplingArgs
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import read_schedule
@@ -197,6 +199,31 @@ def servers_have_addresses(args: CompletionArgs) -> Iterator[Problem]:
         yield f"--rollout_server has {url} more than once", "give each server once"
 
 
+def engine_has_the_sampling_options(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
+    if args.rollouts_from:
+        return
+    drafts = args.speculative == "mtp" and bool(heads_of(args, facts.heads).layers)
+    if args.rollout_server:
+        yield from engine_options.unsupported_sampling(args, "vllm", drafts=drafts, flag="--rollout_server")
+    else:
+        yield from engine_options.unsupported_sampling(args, args.infer_backend, drafts=drafts)
+
+
+def log_probabilities_are_those_of_samples(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    """Require an engine whose log-probabilities include the filters, for the weights of tokens in the loss."""
+    info = ENGINES.get(args.infer_backend)
+    if args.rollouts_from or args.rollout_server or info is None or info.filters_log_p:
+        return
+    defaults = options(SamplingArgs)
+    for name in FILTERS:
+        if vars(args)[name] != defaults[name].default:
+            yield (
+                f"--{name} {vars(args)[name]} is not supported with --infer_backend {info.name}, which reports "
+                "log-probabilities of the distribution before it",
+                f"use --infer_backend vllm or transformers, or remove --{name}",
+            )
+
+
 def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.draft_schedule is None or args.rollouts_from:
         return
@@ -240,7 +267,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
         "log_completions": (not {*_WITH_TABLES} & {*args.report_to}, "--report_to has no tracker with tables"),
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
-        **dict.fromkeys(_OF_DRAWING, stored),
+        **dict.fromkeys((*_OF_DRAWING, *options(SamplingArgs)), stored),
         **dict.fromkeys(("eval_steps", "eval_iters"), stored),
         **dict.fromkeys(("infer_backend", *KWARGS_OF_ENGINES), stored if stored[0] else served),
     }
@@ -265,6 +292,8 @@ RULES = (
     clipping_has_a_range,
     heads_can_follow,
     engine_can_generate,
+    engine_has_the_sampling_options,
+    log_probabilities_are_those_of_samples,
     draft_schedule_fits_the_engine,
     dpo.reference_is_a_model,
     teacher.teacher_is_a_model,
