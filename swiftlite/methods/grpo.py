@@ -16,6 +16,8 @@ def describe(args: GrpoArgs) -> Lines:
         lines[1:] = [("completions", f"stored in {args.rollouts_from}")]
     elif args.reward_funcs:
         lines.insert(1, ("rewards", " + ".join(args.reward_funcs)))
+    if args.tools or args.rollout_func:
+        lines.append(("conversations", f"{args.tools or args.rollout_func}, at most {args.max_turns} answers"))
     if args.teacher_model:
         lines.append(("teacher", f"{args.teacher_model}, with the coefficient {args.teacher_kl_coef:g}"))
     if args.beta:

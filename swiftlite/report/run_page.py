@@ -229,6 +229,7 @@ def _rollouts_section(run: RunFiles) -> Section | None:
     rewards += lines_of(run, "eval_reward", "all functions, held out")
     rewards += lines_of(run, r"eval_rewards/(.+)/mean", "{}, held out")
     accepted = lines_of(run, r"rollout/acceptance_(\d+)", "position {}")
+    accepted += lines_of(run, r"rollout/acceptance_(\d+)_after_tool", "position {}, after a tool")
     accepted += lines_of(run, r"eval_rollout/acceptance_(\d+)", "position {}, held out")
     lengths = lines_of(run, "completions/mean_length", "mean")
     lengths += lines_of(run, "eval_completions/mean_length", "mean, held out")

@@ -197,14 +197,13 @@ def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase, image_
     completions = generation.completions()
     depths = generation.depths()
     for number, sample in enumerate(generation.samples()):
-        is_completion = sample.loss_scale > 0
-        prompt_ids = sample.input_ids[~is_completion]
+        prompt_ids = sample.input_ids[: generation.prompt_lengths[number]]
         # An image has a placeholder for each output of the tower. One of them is kept.
         is_repeated = (prompt_ids == image_token_id) & (np.roll(prompt_ids, 1) == image_token_id)
         scores = generation.scores[number].tolist()
         line = {
             "prompt": tokenizer.decode(prompt_ids[~is_repeated]),
-            "completion": tokenizer.decode(sample.input_ids[is_completion]),
+            "completion": tokenizer.decode(completions[number]),
             "scores": [None if np.isnan(score) else score for score in scores],
             "advantage": float(generation.advantages[number]),
             "is_truncated": bool(generation.is_truncated[number]),

@@ -91,6 +91,7 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
         reference_log_p=log_p(),
         teacher_log_p=log_p(),
         draft_depths=np.full(num_tokens, -1, np.int8),
+        is_generated=np.ones(num_tokens, bool),
         figures={"reward": 0.5},
         settings={name: getattr(args, name) for name in names} | {"reference": args.model},
         images=image_files(prompts),
