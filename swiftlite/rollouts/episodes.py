@@ -96,7 +96,10 @@ class _Episodes(Server):
         """
         self.seconds = request["timeout"]
         paths = [Path(path) for path in request["paths"]]
-        modules = [import_plugin(path, source.encode("latin-1")) for path, source in zip(paths, request["sources"])]
+        modules = [
+            import_plugin(path, source.encode("latin-1"))
+            for path, source in zip(paths, request["sources"], strict=True)
+        ]
         if request["tools"]:
             from swiftlite.rollouts.tools import Tools, schema_of, tools_of
 
@@ -104,7 +107,7 @@ class _Episodes(Server):
             self.tools = Tools(functions, self.seconds)
             return {"schemas": [schema_of(name, tool, paths[0]) for name, tool in functions.items()]}
         name = request["rollout_func"]
-        found = [path for path, module in zip(paths, modules) if callable(vars(module).get(name))]
+        found = [path for path, module in zip(paths, modules, strict=True) if callable(vars(module).get(name))]
         if len(found) != 1:
             problem = f"--rollout_func {name}: {len(found)} files of --external_plugins define this function"
             raise UserError(problem, f"define it in one file: async def {name}(messages, generate)", exit_code=2)
