@@ -37,7 +37,7 @@ def add(a: int, b: int) -> int:
 async def later(text):
     return text
 
-def loops(text): 
+def loops(text):
     while True: pass
 
 def spins_in_c(text): ctypes.PyDLL(None).sleep(1000)
@@ -137,6 +137,11 @@ def test_processes_of_a_call_end_with_it(module, tmp_path):
 )
 def test_a_file_that_does_not_describe_tools_is_refused(tmp_path, source, words):
     path = tmp_path / "tools.py"
-    with pytest.raises(UserError, match=naming(f"--tools {words}")):
-        for name, tool in tools_of(import_plugin(path, source.encode()), path).items():
+    module = import_plugin(path, source.encode())
+
+    def describe() -> None:
+        for name, tool in tools_of(module, path).items():
             schema_of(name, tool, path)
+
+    with pytest.raises(UserError, match=naming(f"--tools {words}")):
+        describe()
