@@ -79,7 +79,7 @@ def store_all(jobs: list[GrpoArgs], ports: list[int]) -> None:
                 store(args, mesh, directory, number, has_tools=directory.name.endswith("tools"))
 
 
-# CI runs stages, packed parts of sequences, and tokens of tools. LoRA, experts and the other layouts are in the slow tier.
+# CI runs stages, packed parts of sequences, and tokens of tools. All others are in the slow tier.
 CI = [("dapo", "PP2xVPP2"), ("sequence", "CP2, packed"), ("tools", "TP2")]
 CHOSEN = {name: LAYOUTS[name] for name in CI}
 
