@@ -263,7 +263,8 @@ def _completion(line: dict[str, Any], *, has_rewards: bool) -> MarkedAnswer:
     if _is_marked(line):
         tokens = line["tokens"]
         accepted = sum(token["depth"] > 0 for token in tokens)
-        notes.append(f"{accepted} of {len(tokens)} tokens are accepted drafts")
+        generated = sum(token["depth"] >= 0 for token in tokens)  # the others are those of tools
+        notes.append(f"{accepted} of {generated} tokens are accepted drafts")
         if len(tokens) > MAX_TOKENS:
             tokens = [{"text": ELLIPSIS, "depth": 0}, *tokens[-MAX_TOKENS:]]
     return MarkedAnswer(shorten(line["prompt"], MAX_PROMPT), "", " · ".join(notes), tokens)

@@ -264,12 +264,13 @@ class Conversations:
         rows = [{name: values[index] for name, values in columns.items()} for index in range(len(prompts))]
         generating = _Generating(engine, sampling, self._turns)
         counts = self._run(episodes, rows, generating)
+        figures = generating.figures()
         unanswered = [episode for episode in episodes if not episode.ids]
         for episode in unanswered:  # a completion has at least one token
             episode.failure = episode.failure or Failure("did not call generate")
             episode.limit = sampling.max_new_tokens
         generating.answer(unanswered)
-        figures = {**generating.figures(), **self._figures(episodes, counts)}
+        figures |= self._figures(episodes, counts)
         self._check_failures(episodes)
         masks = [[bool(each) and not episode.failure for each in episode.is_generated] for episode in episodes]
         completions = [episode.completion() for episode in episodes]

@@ -51,6 +51,7 @@ class _Episodes(Server):
         self.rollout: LoadedReward | None = None
         self.tools: Any = None  # `Tools`, whose import takes a second
         self._writer: asyncio.StreamWriter
+        self._reporter: asyncio.Task
         self._tasks: list[asyncio.Task] = []
 
     def serve(self) -> None:
@@ -76,8 +77,8 @@ class _Episodes(Server):
             request = json.loads(line)
             if "episodes" in request:
                 self.episodes = [_Episode(self, *each) for each in enumerate(request["episodes"])]
+                self._reporter = asyncio.create_task(self._report())
                 self._tasks = [asyncio.create_task(episode.run()) for episode in self.episodes]
-                self._tasks.append(asyncio.create_task(self._report()))
             elif "answers" in request:
                 for number, message in request["answers"]:
                     self.episodes[number].answer(message)
@@ -128,7 +129,7 @@ class _Episodes(Server):
             await asyncio.sleep((BLOCKED - 1) * self.seconds)
 
     async def _finish(self) -> None:
-        self._tasks[-1].cancel()
+        self._reporter.cancel()
         await asyncio.wait(self._tasks, timeout=ASYNC_PATIENCE)  # a coroutine can refuse to end
         faulthandler.cancel_dump_traceback_later()
         counts = {"calls": 0, "failures": 0}
@@ -191,8 +192,8 @@ class _Episode:
 
     async def _generate(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> Any:
         """Return the message that the model answers. This is the argument `generate` of rollout functions."""
-        if self._is_ended:
-            raise asyncio.CancelledError
+        if self._is_ended:  # the function has caught the CancelledError; another one could make it loop forever
+            await asyncio.get_running_loop().create_future()
         if self._waits is not None:
             raise RuntimeError("generate was called before its last call returned")
         self._waits = asyncio.get_running_loop().create_future()

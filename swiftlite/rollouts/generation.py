@@ -112,14 +112,17 @@ class Generation:
     @property
     def generated_lengths(self) -> np.ndarray:
         """Number of generated tokens of each completion, int32 [N]."""
-        return np.array([self.is_generated[part].sum() for part in _slices(self.completion_lengths)], np.int32)
+        return np.array([mask.sum() for mask in self.masks()], np.int32)
+
+    def masks(self) -> list[np.ndarray]:
+        """Return `is_generated` of each completion."""
+        return [self.is_generated[completion] for completion in _slices(self.completion_lengths)]
 
     def generated(self) -> list[list[int]]:
         """Return the generated token ids of each completion; all ids of a conversation that failed."""
         parts = []
-        for part in _slices(self.completion_lengths):
-            ids, is_generated = self.completion_ids[part], self.is_generated[part]
-            parts.append((ids[is_generated] if is_generated.any() else ids).tolist())
+        for ids, mask in zip(self.completions(), self.masks(), strict=True):
+            parts.append(np.array(ids)[mask].tolist() if mask.any() else ids)
         return parts
 
     def per_token(self, values: np.ndarray) -> np.ndarray:

@@ -195,7 +195,7 @@ def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase, image_
     """
     lines = []
     completions = generation.completions()
-    depths = generation.depths()
+    depths, masks = generation.depths(), generation.masks()
     for number, sample in enumerate(generation.samples()):
         prompt_ids = sample.input_ids[: generation.prompt_lengths[number]]
         # An image has a placeholder for each output of the tower. One of them is kept.
@@ -210,10 +210,11 @@ def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase, image_
         }
         if generation.images:
             line["images"] = [name for name, _ in generation.images[number]]
-        if number < NUM_ROLLOUTS and min(depths[number]) >= 0:
+        mask = masks[number]
+        if number < NUM_ROLLOUTS and (np.array(depths[number])[mask] >= 0).all():
             texts = token_texts(tokenizer, completions[number])
-            pairs = zip(texts, depths[number], strict=True)
-            line["tokens"] = [{"text": text, "depth": depth} for text, depth in pairs]
+            triples = zip(texts, depths[number], mask, strict=True)
+            line["tokens"] = [{"text": text, "depth": depth if ours else -1} for text, depth, ours in triples]
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return "".join(lines)
 

@@ -15,6 +15,7 @@ from swiftlite.data.encoder import Encoder, PromptEncoder
 from swiftlite.data.rows.columns import WithColumns
 from swiftlite.data.rows.prompt import parse_prompt
 from swiftlite.data.sample import Sample
+from swiftlite.data.sandbox import run_templates_unbounded
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import no_images_in
@@ -216,6 +217,7 @@ class _Opened:
         columns = columns_in([*self.run.data.train, *self.run.data.val])
         sampling, conversations = sampling_of(self.run, args), None
         if episodes is not None:
+            run_templates_unbounded()  # the limit would apply to the whole trainer while it draws
             template = ChatTemplate(self.run.tokenizer, vocab_size=self.run.hf_model.config["vocab_size"])
             turns = Turns(template, episodes.schemas, sampling.stop_token_ids)
             conversations = Conversations(episodes, turns, args.max_turns)

@@ -97,7 +97,7 @@ def test_tool_tokens_are_context_and_no_target(stored):
     samples = generation.samples()
     batch = collate(samples, 0, num_drafts=2)
     for row, (sample, first) in enumerate(zip(samples, generation.prompt_lengths, strict=True)):
-        mask = np.concatenate([np.zeros(first, bool), generation.is_generated[generation_slice(generation, row)]])
+        mask = np.concatenate([np.zeros(first, bool), generation.masks()[row]])
         assert sample.input_ids.tolist() == batch.tokens_KBS[0, row, : len(sample)].tolist()
         assert not sample.extras[ADVANTAGE.name][~mask].any()
         assert np.isnan(sample.extras[ENGINE.name][~mask]).all()
@@ -106,11 +106,6 @@ def test_tool_tokens_are_context_and_no_target(stored):
             expected = np.where(mask, sample.input_ids, IGNORED)[depth + 1 :]
             assert batch.labels_KBS[depth, row, : len(expected)].tolist() == expected.tolist()
             assert batch.loss_scale_KBS[depth, row, : len(expected)].tolist() == mask[depth + 1 :].tolist()
-
-
-def generation_slice(generation: Generation, number: int) -> slice:
-    ends = np.cumsum(generation.completion_lengths)
-    return slice(ends[number] - generation.completion_lengths[number], ends[number])
 
 
 def test_files_have_the_mask_only_if_it_says_something(stored, tmp_path):
@@ -126,7 +121,7 @@ def test_files_have_the_mask_only_if_it_says_something(stored, tmp_path):
     assert b"is_generated" not in path.read_bytes()
     assert b'\\"version\\": 1' in path.read_bytes()
     part = selected([whole, generation], [len(whole) + 1])
-    assert part.is_generated.tolist() == generation.is_generated[generation_slice(generation, 1)].tolist()
+    assert part.is_generated.tolist() == generation.masks()[1].tolist()
 
 
 def test_a_run_with_a_rollout_function(options, mesh, hf_dir, tmp_path):
