@@ -82,7 +82,8 @@ class Turns:
         _, mark, after = text.rpartition(MARK)
         _, end, rest = after.partition(self.template.turn_end)
         if not mark or not end:
-            raise RowError("messages", "the chat template does not render a tool call or its end")
+            problem = "the chat template does not end turns of the assistant with a token"
+            raise RowError("messages", problem + ", or does not render tool calls" * bool(names))
         return rest
 
     def message(self, ids: Sequence[int], prompt: Sequence[int]) -> Message:

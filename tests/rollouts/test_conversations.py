@@ -22,7 +22,7 @@ from tests.messages import naming
 from tests.rollouts.test_turns import template_of
 
 SECONDS = 1.0
-LENGTH = 200
+LENGTH = 300
 TOOLS = '''
 def lookup(key: str) -> str:
     """
