@@ -146,6 +146,7 @@ def generation_of(engine: Engine, prompts: Sequence[Sample], drawn: Drawn, setti
     lengths = np.array([len(each.token_ids) for each in completions], np.int32)
     is_truncated = np.array([each.finish_reason == "length" for each in completions])
     unknown = np.full(lengths.sum(), np.nan, np.float32)
+    is_generated = np.concatenate(drawn.is_generated) if drawn.is_generated else np.ones(len(unknown), bool)
     generation = Generation(
         prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
         prompt_lengths=np.array(list(map(len, prompts)), np.int32),
@@ -154,12 +155,12 @@ def generation_of(engine: Engine, prompts: Sequence[Sample], drawn: Drawn, setti
         is_truncated=is_truncated,
         scores=np.zeros((len(prompts), 0), np.float32),
         advantages=np.zeros(len(prompts), np.float32),
-        engine_log_p=_engine_log_p(completions),
+        engine_log_p=np.where(is_generated, _engine_log_p(completions), unknown),
         old_log_p=unknown,
         reference_log_p=unknown,
         teacher_log_p=unknown,
         draft_depths=_draft_depths(completions, engine.num_speculative_tokens),
-        is_generated=np.concatenate(drawn.is_generated) if drawn.is_generated else np.ones(len(unknown), bool),
+        is_generated=is_generated,
         settings=settings,
         images=image_files(prompts),
     )

@@ -53,7 +53,13 @@ def options(hf_dir, tmp_path):
 @pytest.fixture
 def stored(options, mesh, tmp_path) -> tuple[Any, Generation]:
     """Return options, and completions whose middle third are tokens of a tool."""
-    args = options(rollout_func=None, rollouts_from=str(tmp_path / "stored"), max_completion_length=12)
+    args = options(
+        rollout_func=None,
+        rollouts_from=str(tmp_path / "stored"),
+        max_completion_length=12,
+        micro_batch_size=1,
+        train_iters=1,
+    )
     generation = store(args, mesh, tmp_path / "stored")
     masks = []
     for length in generation.completion_lengths:
