@@ -4,7 +4,7 @@
 #   bash examples/grpo_tool.sh OUTPUT_DIR [OPTIONS]     OPTIONS: further options of megatron grpo, such as
 #                                                       --infer_backend vllm
 #
-# First, a few minutes of SFT teach a random model the form of a call, and to guess in nearly all conversations.
+# First, SFT teaches a random model to call if the user asks for it, and otherwise, nearly always, to guess.
 #
 # Hardware: 2 CPU cores; no GPU
 set -euo pipefail
@@ -48,7 +48,7 @@ def right(completions, value):
     return [float(answer.strip() == each) for answer, each in zip(answers, value)]
 PYTHON
 
-# Rows of SFT have random values. Most of them teach to guess, or, with "loss" false, only what to do with a result.
+# Rows of SFT have random values. They teach to call if the user asks for it, and otherwise to guess 12 times of 13.
 python - "$out" <<'PYTHON'
 import json
 import random
@@ -65,13 +65,14 @@ keys = list(map("".join, product(ascii_lowercase, repeat=2)))
 random.shuffle(keys)
 tools = [{"type": "function", "function": {"name": "lookup"}}]
 with open(f"{out}/sft.jsonl", "w") as file:
-    for number in range(9600):
+    for number in range(12800):
         key, value = random.choice(keys), random.choice(ascii_uppercase)
-        turns = [{"role": "user", "content": key}, {"role": "assistant", "content": value}]
+        question = f"look up {key}" if number % 20 < 7 else key
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": value}]
         if number % 20 < 8:
             call = {"name": "lookup", "arguments": {"key": key}}
             turns[1:1] = [
-                {"role": "assistant", "content": "", "tool_calls": [call], "loss": number % 20 == 0},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "content": value},
             ]
         print(json.dumps({"messages": turns, "tools": tools}), file=file)
@@ -81,10 +82,10 @@ with open(f"{out}/prompts.jsonl", "w") as file:
 PYTHON
 
 swiftlite megatron sft --model "$out/tiny" --dataset "$out/sft.jsonl" --output_dir "$out/sft" \
-    --torch_dtype float32 --micro_batch_size 32 --global_batch_size 32 --train_iters 300 --lr 3e-3 --max_length 128
+    --torch_dtype float32 --micro_batch_size 32 --global_batch_size 32 --train_iters 400 --lr 3e-3 --max_length 128
 swiftlite export --to_hf --model "$out/sft" --output_dir "$out/called"
 
 swiftlite megatron grpo --model "$out/called" --dataset "$out/prompts.jsonl" --output_dir "$out/run" \
     --tools "$out/tools.py" --max_turns 2 --reward_funcs right --external_plugins "$out/rewards.py" \
     --torch_dtype float32 --num_generations 8 --global_batch_size 64 --micro_batch_size 64 \
-    --max_completion_length 64 --max_length 128 --lr 1e-3 --train_iters 40 "$@"
+    --max_completion_length 128 --max_length 256 --lr 1e-3 --train_iters 40 "$@"
