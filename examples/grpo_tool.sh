@@ -4,7 +4,7 @@
 #   bash examples/grpo_tool.sh OUTPUT_DIR [OPTIONS]     OPTIONS: further options of megatron grpo, such as
 #                                                       --infer_backend vllm
 #
-# First, SFT teaches a random model to call if the user asks for it, and otherwise, nearly always, to guess.
+# First, SFT teaches a random model to call if the prompt ends with a question mark, and otherwise, nearly always, to guess.
 #
 # Hardware: 2 CPU cores; no GPU
 set -euo pipefail
@@ -48,7 +48,7 @@ def right(completions, value):
     return [float(answer.strip() == each) for answer, each in zip(answers, value)]
 PYTHON
 
-# Rows of SFT have random values. They teach to call if the user asks for it, and otherwise to guess 12 times of 13.
+# Rows of SFT have random values. They teach to call after a question mark, and otherwise to guess 12 times of 13.
 python - "$out" <<'PYTHON'
 import json
 import random
@@ -61,13 +61,13 @@ sys.path.insert(0, out)
 from tools import lookup
 
 random.seed(1)
-keys = list(map("".join, product(ascii_lowercase, repeat=2)))
+keys = list(map("".join, product(ascii_lowercase, "0123456789")))
 random.shuffle(keys)
 tools = [{"type": "function", "function": {"name": "lookup"}}]
 with open(f"{out}/sft.jsonl", "w") as file:
     for number in range(12800):
         key, value = random.choice(keys), random.choice(ascii_uppercase)
-        question = f"look up {key}" if number % 20 < 7 else key
+        question = f"{key}?" if number % 20 < 7 else key
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": value}]
         if number % 20 < 8:
             call = {"name": "lookup", "arguments": {"key": key}}
@@ -77,7 +77,7 @@ with open(f"{out}/sft.jsonl", "w") as file:
             ]
         print(json.dumps({"messages": turns, "tools": tools}), file=file)
 with open(f"{out}/prompts.jsonl", "w") as file:
-    for key in keys[:400]:
+    for key in keys:
         print(json.dumps({"query": key, "value": lookup(key)}), file=file)
 PYTHON
 
@@ -88,4 +88,4 @@ swiftlite export --to_hf --model "$out/sft" --output_dir "$out/called"
 swiftlite megatron grpo --model "$out/called" --dataset "$out/prompts.jsonl" --output_dir "$out/run" \
     --tools "$out/tools.py" --max_turns 2 --reward_funcs right --external_plugins "$out/rewards.py" \
     --torch_dtype float32 --num_generations 8 --global_batch_size 64 --micro_batch_size 64 \
-    --max_completion_length 128 --max_length 256 --lr 1e-3 --train_iters 40 "$@"
+    --max_completion_length 128 --max_length 256 --lr 5e-4 --train_iters 40 "$@"

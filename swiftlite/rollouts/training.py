@@ -120,9 +120,11 @@ def with_tools(encoder: Encoder, schemas: list[dict[str, Any]]) -> Encoder:
     """
     given: Any = encoder
     Turns(given.template, schemas, ())
-    if isinstance(given.parse, WithColumns):
-        return replace(given, parse=replace(given.parse, parse=partial(given.parse.parse, tools=schemas)))
-    return replace(given, parse=partial(given.parse, tools=schemas))
+    parse = given.parse
+    if isinstance(parse, WithColumns):
+        of_names: Any = parse.parse
+        return replace(given, parse=replace(parse, parse=partial(of_names, tools=schemas)))
+    return replace(given, parse=partial(parse, tools=schemas))
 
 
 def episode_process(args: GrpoArgs) -> EpisodeProcess | None:
