@@ -52,6 +52,8 @@ CHANGEABLE = {
     "max_batch_size",
     "reward_timeout",
     "rollouts_total_limit",
+    "tool_timeout",
+    "tools",
     *CHANGE_UPDATES,
 }
 """Length, places of data, reports, profiles, evaluations, checkpoints, the distribution of work, and

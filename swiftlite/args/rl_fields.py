@@ -150,6 +150,17 @@ class RolloutArgs(CompletionArgs):
     """Replace the completions of a prompt whose rewards do not differ by those of a further prompt (DAPO)."""
     max_resample_times: bounds.PositiveInt = 3
     """With --dynamic_sample: maximum number of rounds in which completions are replaced."""
+    tools: str | None = None
+    """Python file with tools: functions with type hints and docstrings in Google's format. The model can call them in
+    completions, which then have several answers, with the results of the calls between them."""
+    rollout_func: str | None = None
+    """Function of --external_plugins that conducts the conversation of a completion: async def NAME(messages,
+    generate)."""
+    max_turns: bounds.PositiveInt = 8
+    """With --tools or --rollout_func: maximum number of answers of a completion. All answers and messages together have
+    at most --max_completion_length tokens."""
+    tool_timeout: bounds.PositiveFloat = 30.0
+    """Maximum time of a call of a tool in seconds; with --rollout_func, of the function between two answers."""
 
 
 @dataclass(frozen=True)

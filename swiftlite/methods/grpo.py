@@ -16,6 +16,8 @@ def describe(args: GrpoArgs) -> Lines:
         lines[1:] = [("completions", f"stored in {args.rollouts_from}")]
     elif rewards := [*args.reward_funcs, *args.reward_model]:
         lines.insert(1, ("rewards", " + ".join(rewards)))
+    if args.tools or args.rollout_func:
+        lines.append(("conversations", f"{args.tools or args.rollout_func}, at most {args.max_turns} answers"))
     if args.teacher_model:
         lines.append(("teacher", f"{args.teacher_model}, with the coefficient {args.teacher_kl_coef:g}"))
     if args.beta:

@@ -90,7 +90,7 @@ class Section:
     @property
     def marks_drafts(self) -> bool:
         """Whether a token of the answers is an accepted draft, or replaces a rejected one."""
-        return self.marks_rejected or any(token["depth"] for answer in self.answers for token in answer.tokens)
+        return self.marks_rejected or any(token["depth"] > 0 for answer in self.answers for token in answer.tokens)
 
     @property
     def marks_rejected(self) -> bool:

@@ -229,6 +229,7 @@ def _rollouts_section(run: RunFiles) -> Section | None:
     rewards += lines_of(run, "eval_reward", "all functions, held out")
     rewards += lines_of(run, r"eval_rewards/(.+)/mean", "{}, held out")
     accepted = lines_of(run, r"rollout/acceptance_(\d+)", "position {}")
+    accepted += lines_of(run, r"rollout/acceptance_(\d+)_after_tool", "position {}, after a tool")
     accepted += lines_of(run, r"eval_rollout/acceptance_(\d+)", "position {}, held out")
     lengths = lines_of(run, "completions/mean_length", "mean")
     lengths += lines_of(run, "eval_completions/mean_length", "mean, held out")
@@ -262,7 +263,8 @@ def _completion(line: dict[str, Any], *, has_rewards: bool) -> MarkedAnswer:
     if _is_marked(line):
         tokens = line["tokens"]
         accepted = sum(token["depth"] > 0 for token in tokens)
-        notes.append(f"{accepted} of {len(tokens)} tokens are accepted drafts")
+        generated = sum(token["depth"] >= 0 for token in tokens)  # the others are those of tools
+        notes.append(f"{accepted} of {generated} tokens are accepted drafts")
         if len(tokens) > MAX_TOKENS:
             tokens = [{"text": ELLIPSIS, "depth": 0}, *tokens[-MAX_TOKENS:]]
     return MarkedAnswer(shorten(line["prompt"], MAX_PROMPT), "", " · ".join(notes), tokens)

@@ -58,22 +58,49 @@ class _InvalidScores(Exception):
     """A function returned something other than one number or None per completion."""
 
 
-class _Server:
-    """The loaded functions, with the socket to the parent.
+class Server:
+    """A child process of user code, with the socket to its parent.
 
     Args:
         channel: the socket.
         traces: file descriptor to which faulthandler writes.
+
+    Attributes:
+        is_closed: whether the parent has closed the socket.
     """
 
     def __init__(self, channel: socket.socket, traces: int):
         self.channel = channel
         self.traces = traces
+        self.is_closed = False
+
+    def serve(self) -> None:
+        """Answer requests until the parent closes the socket."""
+        raise NotImplementedError
+
+    def end_group(self) -> None:
+        """End all processes of this process group, including this one, if the parent has closed the socket."""
+        if self.is_closed:
+            os.killpg(0, signal.SIGKILL)
+
+    def limit_time(self, seconds: float) -> None:
+        """Write the traceback and end this process unless the next call follows in time."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.traces)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message to the parent."""
+        self.channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+class _RewardServer(Server):
+    """The loaded reward functions."""
+
+    def __init__(self, channel: socket.socket, traces: int):
+        super().__init__(channel, traces)
         self.rewards: list[LoadedReward] = []
         self.settings = RewardSettings()
         self.batch: dict[str, bytes] = {}
         self.num_completions = 0
-        self.is_closed = False
 
     def serve(self) -> None:
         """Answer requests until the parent closes the socket."""
@@ -89,37 +116,32 @@ class _Server:
                     # As bytes, because a function may change its arguments.
                     self.batch = {name: marshal.dumps(value) for name, value in request["batch"].items()}
                     self.num_completions = len(request["batch"]["completions"])
-                    self._send({"received": True})
+                    self.send({"received": True})
                     continue
                 selected = [(index, self.rewards[index]) for index in request["call"]]
                 coroutines = [(index, reward) for index, reward in selected if reward.info.is_async]
                 if coroutines:
-                    self._limit_time(self.settings.timeout + ASYNC_PATIENCE)
+                    self.limit_time(self.settings.timeout + ASYNC_PATIENCE)
                     runner.run(self._gather(coroutines))
                 for index, reward in selected:
                     if not reward.info.is_async:
-                        self._limit_time(reward.info.time_limit(self.settings.timeout, self.num_completions))
+                        self.limit_time(reward.info.time_limit(self.settings.timeout, self.num_completions))
                         self._call(index, reward)
                 faulthandler.cancel_dump_traceback_later()
         self.is_closed = True
 
-    def end_group(self) -> None:
-        """End all processes of this process group, including this one, if the parent has closed the socket."""
-        if self.is_closed:
-            os.killpg(0, signal.SIGKILL)
-
     def _load(self, request: Mapping[str, Any]) -> bool:
         self.settings = RewardSettings(**request["settings"])
-        self._limit_time(LOAD_SECONDS)
+        self.limit_time(LOAD_SECONDS)
         try:
             plugins = [Path(path) for path in request["plugins"]]
             sources = [source.encode("latin-1") for source in request["sources"]]
             self.rewards = load_rewards(request["names"], plugins, self.settings, sources)
         except UserError as error:
-            self._send({"error": [error.problem, error.hint]})
+            self.send({"error": [error.problem, error.hint]})
             return False
         faulthandler.cancel_dump_traceback_later()
-        self._send({"rewards": [asdict(reward.info) for reward in self.rewards]})
+        self.send({"rewards": [asdict(reward.info) for reward in self.rewards]})
         return True
 
     def _arguments(self, reward: LoadedReward, metrics: list[tuple[str, float]]) -> dict[str, Any]:
@@ -135,18 +157,15 @@ class _Server:
         state = SimpleNamespace(global_step=marshal.loads(self.batch["step"]) - 1)
         return arguments | reward.arguments({"trainer_state": state, "log_metric": partial(_log_metric, metrics)})
 
-    def _limit_time(self, seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self.traces)
-
     def _call(self, index: int, reward: LoadedReward) -> None:
         metrics: list[tuple[str, float]] = []
         try:
             values = reward.function(**self._arguments(reward, metrics))
             scores = _scores(values, self.num_completions)
         except BaseException as error:  # also sys.exit()
-            self._send(_failure(index, error))
+            self.send(_failure(index, error))
         else:
-            self._send({"index": index, "scores": scores, "metrics": metrics})
+            self.send({"index": index, "scores": scores, "metrics": metrics})
 
     async def _gather(self, coroutines: Sequence[tuple[int, LoadedReward]]) -> None:
         await asyncio.gather(*(self._await(index, reward) for index, reward in coroutines))
@@ -162,12 +181,9 @@ class _Server:
             failure = _failure(index, error)
             if clock.expired():
                 failure["failure"] = late(self.settings.timeout) + " (--reward_timeout)"
-            self._send(failure)
+            self.send(failure)
         else:
-            self._send({"index": index, "scores": scores, "metrics": metrics})
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        self.channel.sendall(json.dumps(message).encode() + b"\n")
+            self.send({"index": index, "scores": scores, "metrics": metrics})
 
 
 def _message(text: str) -> list[dict[str, str]]:
@@ -227,9 +243,14 @@ def _score(value: Any, position: int) -> float | None:
 def _failure(index: int, error: BaseException) -> dict[str, Any]:
     if isinstance(error, _InvalidScores):
         return {"index": index, "failure": str(error), "traceback": ""}
+    return {"index": index, **failure_of(error)}
+
+
+def failure_of(error: BaseException) -> dict[str, str]:
+    """Return the reason and the traceback of an exception in the user's code, for a message."""
     text = " ".join(str(error).split())
     reason = f"raised {type(error).__name__}: {clip(text, 200)}" if text else f"raised {type(error).__name__}"
-    return {"index": index, "failure": reason, "traceback": traceback_of(error)[-MAX_TRACEBACK:]}
+    return {"failure": reason, "traceback": traceback_of(error)[-MAX_TRACEBACK:]}
 
 
 def _block_signals() -> None:
@@ -257,10 +278,11 @@ def _stop(parent: int, number: int, frame: object) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def main(channel: int, traces: int, parent: int) -> None:
+def main(server_class: type[Server], channel: int, traces: int, parent: int) -> None:
     """Serve until the socket is closed, then end all processes of this process group.
 
     Args:
+        server_class: the server of this process.
         channel: file descriptor of the socket.
         traces: file descriptor of the file for tracebacks.
         parent: id of the parent process, which started this process as the leader of a session.
@@ -272,10 +294,10 @@ def main(channel: int, traces: int, parent: int) -> None:
     for number in (channel, traces):
         os.set_inheritable(number, False)
     faulthandler.enable(traces)  # for crashes, such as a segmentation fault in a library
-    server = _Server(socket.socket(fileno=channel), traces)
+    server = server_class(socket.socket(fileno=channel), traces)
     atexit.register(server.end_group)  # executed after all functions registered later
     server.serve()
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(_RewardServer, *map(int, sys.argv[1:]))

@@ -36,6 +36,7 @@ from swiftlite.rewards.settings import RewardSettings
 ARGUMENTS = ("prompts", "prompt_texts", "completions", "completion_ids", "step")
 MADE = ("trainer_state", "log_metric")
 """Arguments that the process of the functions makes, with TRL's names."""
+NOT_COLUMNS = (*ARGUMENTS, *MADE)
 OF_TRL = ("log_extra", "environments")
 """Other arguments of TRL 1.16. They are not columns, so they are not reported as missing ones."""
 
@@ -122,7 +123,7 @@ def load_rewards(
             from swiftlite.rewards.classifier import load_model  # imports torch and transformers
 
             directory = settings.reward_models[position - num_functions]
-            rewards.append(_describe(name, load_model(settings, directory), directory))
+            rewards.append(describe(name, load_model(settings, directory), directory))
             continue
         found = [(path, module) for path, module in zip(plugins, modules, strict=True) if name in _functions(module)]
         if len(found) > 1:
@@ -130,11 +131,11 @@ def load_rewards(
             raise UserError(problem, "rename one of them", exit_code=2)
         if found:
             (path, module) = found[0]
-            rewards.append(_describe(name, getattr(module, name), str(path)))
+            rewards.append(describe(name, getattr(module, name), str(path)))
         elif name in REWARDS:
             check_reward(name, settings)
             known = REWARDS[name]
-            reward = _describe(name, partial(known.function, settings), "", optional=known.columns)
+            reward = describe(name, partial(known.function, settings), "", optional=known.columns)
             rewards.append(replace(reward, info=replace(reward.info, seconds=known.seconds(settings))))
         else:
             raise _unknown(name, plugins, modules)
@@ -197,36 +198,46 @@ def _functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
     return {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
 
 
-def _describe(name: str, function: Callable[..., Any], source: str, optional: Collection[str] = ()) -> LoadedReward:
+def describe(
+    name: str,
+    function: Callable[..., Any],
+    source: str,
+    optional: Collection[str] = (),
+    option: str = "--reward_funcs",
+    own: Sequence[str] = NOT_COLUMNS,
+) -> LoadedReward:
     """Read the arguments of a function from its signature.
 
     Args:
         optional: columns of which the function requires at least one. If empty, it requires each column that is an
             argument without a default.
+        option: the option that names the function, for errors.
+        own: names of the arguments that are not columns.
 
     Raises:
         UserError: the function is a class, or cannot be called with keyword arguments.
     """
+    usage = f"def {name}({'completions' if own is NOT_COLUMNS else ', '.join(own)}, **columns)"
     if inspect.isclass(function):
-        problem = f"--reward_funcs {name}: {name} in {source} is a class"
-        raise UserError(problem, f"define a function: def {name}(completions, **columns)", exit_code=2)
+        problem = f"{option} {name}: {name} in {source} is a class"
+        raise UserError(problem, f"define a function: {usage}", exit_code=2)
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
-        problem = f"--reward_funcs {name}: {name} in {source} has no signature"
-        raise UserError(problem, f"define a function: def {name}(completions, **columns)", exit_code=2) from None
+        problem = f"{option} {name}: {name} in {source} has no signature"
+        raise UserError(problem, f"define a function: {usage}", exit_code=2) from None
     required = [item for item in parameters if item.default is item.empty]
     unnamed = [item.name for item in required if item.kind == item.POSITIONAL_ONLY]
     if unnamed:
-        problem = f"--reward_funcs {name}: the argument {unnamed[0]} in {source} is positional-only"
+        problem = f"{option} {name}: the argument {unnamed[0]} in {source} is positional-only"
         raise UserError(problem, "arguments are passed by name; remove the / from the signature", exit_code=2)
     unsupported = [item.name for item in required if item.name in OF_TRL]
     if unsupported:
-        problem = f"--reward_funcs {name}: the argument {unsupported[0]} in {source} is only passed by TRL"
+        problem = f"{option} {name}: the argument {unsupported[0]} in {source} is only passed by TRL"
         hint = f"remove it from the signature, or give it a default: {unsupported[0]}=None"
         raise UserError(problem, hint, exit_code=2)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    columns = [(item.name,) for item in required if item.kind in by_name and item.name not in (*ARGUMENTS, *MADE)]
+    columns = [(item.name,) for item in required if item.kind in by_name and item.name not in own]
     named = tuple(item.name for item in parameters if item.kind in by_name)
     takes_all = any(item.kind == item.VAR_KEYWORD for item in parameters)
     is_async = inspect.iscoroutinefunction(function)

@@ -23,7 +23,7 @@ from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
-from swiftlite.rewards.load import ARGUMENTS, MADE, RewardInfo, read_plugin
+from swiftlite.rewards.load import ARGUMENTS, NOT_COLUMNS, RewardInfo, read_plugin
 from swiftlite.rewards.models import identity_of
 from swiftlite.rewards.settings import RewardSettings
 
@@ -31,6 +31,8 @@ FAILURES_TO_END = 3
 """Failed calls of one function in a row that end the run."""
 PATIENCE = 5.0
 """Seconds after which a child that should have ended by its own time limit is killed, for example a stopped process."""
+MAX_MESSAGE = 1 << 28
+"""Bytes of the longest message of a child."""
 CLOSING_SECONDS = 2.0
 """Seconds after which a child is killed that does not end although the socket is closed."""
 
@@ -53,7 +55,9 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
+    """Why the user's code failed, to follow its name, with the traceback."""
+
     reason: str
     traceback: str = ""
 
@@ -86,8 +90,8 @@ class RewardProcess:
         self.plugins = tuple(str(Path(path).expanduser().absolute()) for path in plugins)
         self.settings = settings or RewardSettings()
         self.rewards: list[RewardInfo] = []
-        self._child: _Child | None = None
-        self._last_failures: list[list[_Failure]] = [[] for _ in names]
+        self._child: Child | None = None
+        self._last_failures: list[list[Failure]] = [[] for _ in names]
         self._logged: dict[str, list[float]] = {}
 
     @property
@@ -137,21 +141,8 @@ class RewardProcess:
         Raises:
             UserError: a column is missing, cannot be passed, or has the name of another argument.
         """
-        omitted = omitted or {}
         for reward in self.rewards:
-            for name in reward.named:
-                given = f"--reward_funcs {reward.name}: {flag}: the column {name}"
-                if name in omitted:
-                    problem = f"{given} has values of type {omitted[name]}, which JSON cannot represent"
-                    raise UserError(problem, f"convert {name} to text or numbers")
-                if name in (*ARGUMENTS, *MADE) and name in columns:
-                    problem = f"{given} has the name of an argument that is not a column"
-                    taken = ", ".join((*ARGUMENTS, *MADE))
-                    raise UserError(problem, f"rename the column; other names than {taken} are free")
-            for group in reward.columns:
-                if not set(group) & set(columns):
-                    problem = f"--reward_funcs {reward.name}: {flag} does not have the column {' or '.join(group)}"
-                    raise UserError(problem, f"its other columns: {', '.join(sorted(columns)) or 'none'}")
+            check_columns(f"--reward_funcs {reward.name}", reward, NOT_COLUMNS, columns, flag, omitted or {})
 
     def score(
         self,
@@ -203,7 +194,7 @@ class RewardProcess:
         rewards: list[Scores] = []
         for index, name in enumerate(self.names):
             result = results[index]
-            if isinstance(result, _Failure):
+            if isinstance(result, Failure):
                 self._last_failures[index].append(result)
                 failures.append(f"{name} {result.reason}")
                 rewards.append([None] * len(completions))
@@ -213,19 +204,19 @@ class RewardProcess:
         self._check_failures()
         return Scored(rewards, failures, {name: fmean(values) for name, values in self._logged.items()})
 
-    def _call(self, group: Sequence[int], batch: bytes, number: int) -> dict[int, Scores | _Failure]:
+    def _call(self, group: Sequence[int], batch: bytes, number: int) -> dict[int, Scores | Failure]:
         """Call the functions with these indices for a number of completions.
 
         If the child ends, each function that has not returned is called again separately, to find the one that failed.
         """
-        results: dict[int, Scores | _Failure] = {}
+        results: dict[int, Scores | Failure] = {}
         try:
             child = self._open_with(batch)
             child.send(json.dumps({"call": list(group)}).encode())
             seconds = max(self.rewards[index].time_limit(self.settings.timeout, number) for index in group)
             while len(results) < len(group):
                 answer = child.receive(seconds + ASYNC_PATIENCE + PATIENCE)
-                failure = _Failure(answer.get("failure", ""), answer.get("traceback", ""))
+                failure = Failure(answer.get("failure", ""), answer.get("traceback", ""))
                 results[answer["index"]] = answer.get("scores", failure)
                 for name, value in answer.get("metrics", ()):
                     self._logged.setdefault(name, []).append(value)
@@ -239,7 +230,7 @@ class RewardProcess:
                     results |= self._call([index], batch, number)
         return results
 
-    def _open_with(self, batch: bytes) -> "_Child":
+    def _open_with(self, batch: bytes) -> "Child":
         """Return the child, after it has confirmed that it received the batch.
 
         The confirmation proves that the child is alive. The socket alone does not: the kernel closes the sockets of a
@@ -256,7 +247,7 @@ class RewardProcess:
             child.has_batch = True
         return child
 
-    def _open(self) -> "_Child":
+    def _open(self) -> "Child":
         """Return the child; start it if necessary.
 
         Raises:
@@ -265,66 +256,46 @@ class RewardProcess:
         if self._child is not None:
             return self._child
         sources = [source.decode("latin-1") for source in self._sources]  # JSON has no bytes
-        self._child = child = _Child()
         request = {"names": self.names, "plugins": self.plugins, "sources": sources, "settings": asdict(self.settings)}
-        try:
-            child.send(json.dumps(request).encode())
-            answer = child.receive(LOAD_SECONDS + PATIENCE)
-        except (OSError, ValueError) as error:
-            end = self._end_child(error, late(LOAD_SECONDS))
-            problem = f"--external_plugins {' '.join(self.plugins)}: importing {end.reason}{_indented(end.traceback)}"
-            raise UserError(problem, "fix the cause above and run the same command again", exit_code=2) from None
-        if "error" in answer:
-            self._end_child()
-            problem, hint = answer["error"]
-            raise UserError(problem, hint, exit_code=2)
+        child = Child("swiftlite.rewards.child")
+        answer = child.load(request, f"--external_plugins {' '.join(self.plugins)}")
         self.rewards = [RewardInfo(**reward) for reward in answer["rewards"]]
+        self._child = child
         return child
 
-    def _end_child(self, error: Exception | None = None, if_late: str = "") -> _Failure:
-        """Kill the child, and return why it ended.
-
-        Args:
-            error: the error of the last `send` or `receive`: a TimeoutError if the child did not answer in time.
-            if_late: reason of the failure if the child exceeded its time limit.
-        """
+    def _end_child(self, error: Exception, if_late: str) -> Failure:
+        """Kill the child, and return why it ended, as `Child.end_after` does."""
         assert self._child is not None
         child, self._child = self._child, None
-        is_late = isinstance(error, TimeoutError)
-        code, traces = child.end(0.0 if is_late else CLOSING_SECONDS)
-        if is_late or traces.startswith("Timeout"):
-            return _Failure(if_late, traces)
-        if code is None:
-            return _Failure("closed the socket of its process", traces)
-        if code < 0:
-            reason = f"was ended by {signal.Signals(-code).name}"
-            return _Failure(reason + " (out of memory?)" * (code == -signal.SIGKILL), traces)
-        return _Failure(f"ended its process with exit code {code}", traces)
+        return child.end_after(error, if_late)
 
     def _check_failures(self) -> None:
         for reward, failures in zip(self.rewards, self._last_failures, strict=True):
             if len(failures) == FAILURES_TO_END:
                 last = failures[-1]
                 problem = f"--reward_funcs {reward.name}: failed in {FAILURES_TO_END} calls in a row. The last call"
-                problem += f" {last.reason}{_indented(last.traceback)}"
+                problem += f" {last.reason}{indented(last.traceback)}"
                 where = f"fix the function in {reward.source}" if reward.source else "check the rows of --dataset"
                 raise UserError(problem, f"{where}, and run the same command with --resume")
 
 
-class _Child:
-    """The child process, with a socket for messages and a file in which faulthandler leaves tracebacks.
+class Child:
+    """A child process of user code, with a socket for messages and a file in which faulthandler leaves tracebacks.
+
+    Args:
+        module: the module that the process executes, which calls `child.main`.
 
     Attributes:
         has_batch: whether the child has received the current batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         self.has_batch = False
         self._socket, theirs = socket.socketpair()
         self._received = bytearray()
         self._traces = tempfile.TemporaryFile()  # noqa: SIM115, closed by `end`
         numbers = (theirs.fileno(), self._traces.fileno())
-        words = [sys.executable, "-u", "-m", "swiftlite.rewards.child", *map(str, numbers), str(os.getpid())]
+        words = [sys.executable, "-u", "-m", module, *map(str, numbers), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(
                 words,
@@ -333,6 +304,28 @@ class _Child:
                 pass_fds=numbers,
                 start_new_session=True,  # so that processes started by functions are killed with it
             )
+
+    def load(self, request: Mapping[str, Any], given: str) -> dict[str, Any]:
+        """Send the first request, with the user's files, and return the answer.
+
+        Args:
+            given: the option that names the files, with its value, for errors.
+
+        Raises:
+            UserError: the process cannot load them; it has ended.
+        """
+        try:
+            self.send(json.dumps(request).encode())
+            answer = self.receive(LOAD_SECONDS + PATIENCE)
+        except (OSError, ValueError) as error:
+            end = self.end_after(error, late(LOAD_SECONDS))
+            problem = f"{given}: importing {end.reason}{indented(end.traceback)}"
+            raise UserError(problem, "fix the cause above and run the same command again", exit_code=2) from None
+        if "error" in answer:
+            self.end(CLOSING_SECONDS)
+            problem, hint = answer["error"]
+            raise UserError(problem, hint, exit_code=2)
+        return answer
 
     def send(self, line: bytes) -> None:
         """Send a message.
@@ -357,11 +350,31 @@ class _Child:
             if not part:
                 raise ConnectionError("the child has ended")
             self._received += part
+            if len(self._received) > MAX_MESSAGE:
+                raise ValueError("the message is too long")
         line, _, self._received = self._received.partition(b"\n")
         message = json.loads(line)
         if not isinstance(message, dict):
             raise ValueError("not a message of the child")
         return message
+
+    def end_after(self, error: Exception, if_late: str) -> Failure:
+        """Kill the child, and return why it ended.
+
+        Args:
+            error: the error of the last `send` or `receive`: a TimeoutError if the child did not answer in time.
+            if_late: reason of the failure if the child exceeded its time limit.
+        """
+        is_late = isinstance(error, TimeoutError)
+        code, traces = self.end(0.0 if is_late else CLOSING_SECONDS)
+        if is_late or traces.startswith("Timeout"):
+            return Failure(if_late, traces)
+        if code is None:
+            return Failure("closed the socket of its process", traces)
+        if code < 0:
+            reason = f"was ended by {signal.Signals(-code).name}"
+            return Failure(reason + " (out of memory?)" * (code == -signal.SIGKILL), traces)
+        return Failure(f"ended its process with exit code {code}", traces)
 
     def end(self, seconds: float) -> tuple[int | None, str]:
         """Close the socket, and kill the child and the processes that it started.
@@ -386,6 +399,34 @@ class _Child:
             return code, self._traces.read().decode(errors="replace").strip()
 
 
+def check_columns(
+    given: str,
+    info: RewardInfo,
+    arguments: Sequence[str],
+    columns: Collection[str],
+    flag: str,
+    omitted: Mapping[str, str],
+) -> None:
+    """Check that a dataset has the columns that a function of the user names, as `RewardProcess.check_columns` does.
+
+    Args:
+        given: the option that names the function, with its value, for errors.
+        arguments: names of its arguments that are not columns.
+    """
+    for name in info.named:
+        problem = f"{given}: {flag}: the column {name}"
+        if name in omitted:
+            problem += f" has values of type {omitted[name]}, which JSON cannot represent"
+            raise UserError(problem, f"convert {name} to text or numbers")
+        if name in arguments and name in columns:
+            problem += " has the name of an argument that is not a column"
+            raise UserError(problem, f"rename the column; other names than {', '.join(arguments)} are free")
+    for group in info.columns:
+        if not set(group) & set(columns):
+            problem = f"{given}: {flag} does not have the column {' or '.join(group)}"
+            raise UserError(problem, f"its other columns: {', '.join(sorted(columns)) or 'none'}")
+
+
 def _encode_batch(batch: Mapping[str, Any], rewards: Sequence[RewardInfo]) -> bytes:
     """Return the message with a batch, without columns that no function accepts.
 
@@ -405,5 +446,6 @@ def _encode_batch(batch: Mapping[str, Any], rewards: Sequence[RewardInfo]) -> by
     return f'{{"batch": {{{", ".join(texts)}}}}}'.encode()
 
 
-def _indented(traceback: str) -> str:
+def indented(traceback: str) -> str:
+    """Return a traceback as the end of an error."""
     return "".join(f"\n    | {line}" for line in traceback.splitlines())

@@ -106,16 +106,21 @@ def _receive(worker: _Worker, results: list[Any]) -> bool:
     return True
 
 
-def _work(module: str, function: str, pipe: Connection) -> None:
-    """Answer with the function's results until an exception or a kill ends this process."""
-    exit_with_parent(os.getppid())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # sent to all processes of a run; the trainer decides
-        signal.signal(number, signal.SIG_IGN)
+def limit_memory() -> None:
+    """Limit the memory that this process can allocate from now on to `MAX_MEMORY`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + MAX_MEMORY
     if pages and (most == resource.RLIM_INFINITY or limit < most):
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+
+
+def _work(module: str, function: str, pipe: Connection) -> None:
+    """Answer with the function's results until an exception or a kill ends this process."""
+    exit_with_parent(os.getppid())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # sent to all processes of a run; the trainer decides
+        signal.signal(number, signal.SIG_IGN)
+    limit_memory()
     call = getattr(importlib.import_module(module), function)
     pipe.send(None)  # ready: imports do not count towards the time of the first value
     while True:

@@ -18,6 +18,7 @@ from swiftlite.engines.engine import Completion, Engine, Sampling
 from swiftlite.engines.prompts import prompt_of
 from swiftlite.rewards.advantages import Advantages, AdvantageSettings, compute_advantages
 from swiftlite.rewards.process import RewardProcess
+from swiftlite.rollouts.conversations import Conversations, Drawn, acceptance_figures
 from swiftlite.rollouts.generation import Generation, image_files
 from swiftlite.rollouts.servers import RolloutServers
 
@@ -32,7 +33,8 @@ class Drawing:
         advantages: how rewards become advantages.
         sampling: sampling settings without `numbers`.
         tokenizer: decodes completions for reward functions.
-        columns: names of the columns that reward functions receive.
+        columns: names of the columns that reward functions and the rollout function receive.
+        conversations: continues completions with tools or a rollout function; None without.
     """
 
     engine: Engine
@@ -41,6 +43,7 @@ class Drawing:
     sampling: Sampling
     tokenizer: PreTrainedTokenizerBase
     columns: Sequence[str]
+    conversations: Conversations | None = None
 
     def draw(self, prompts: Sequence[Sample], first_number: int, settings: Mapping[str, Any]) -> Generation:
         """Return completions of these prompts without scores.
@@ -51,9 +54,14 @@ class Drawing:
             settings: settings that are stored with the completions.
 
         Raises:
-            UserError: the engine fails.
+            UserError: the engine fails, or all conversations failed three times in a row.
         """
-        generation = draw(self.engine, self.sampling, prompts, first_number, settings)
+        if self.conversations is None:
+            generation = draw(self.engine, self.sampling, prompts, first_number, settings)
+        else:
+            columns = columns_of(prompts, self.columns)
+            drawn = self.conversations.draw(self.engine, self.sampling, prompts, columns, first_number)
+            generation = generation_of(self.engine, prompts, drawn, settings)
         return replace(generation, scores=np.full((len(prompts), len(self.rewards.names)), np.nan, np.float32))
 
     @property
@@ -73,11 +81,10 @@ class Drawing:
         """
         if not self.rewards.names:
             return self.rated(generation, 0)
-        completions = generation.completions()
         scored = self.rewards.score(
             [json.loads(prompt.extras[TURNS]) for prompt in prompts],
-            [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in completions],
-            completions,
+            [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in generation.completions()],
+            generation.generated(),
             columns_of(prompts, self.columns),
             step,
             [str(self.tokenizer.decode(prompt.input_ids)) for prompt in prompts],
@@ -86,6 +93,7 @@ class Drawing:
             logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
         scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
         generation = replace(generation, figures={**generation.figures, **scored.metrics})
+        scores[generation.generated_lengths == 0] = np.nan
         return self.rated(replace(generation, scores=scores), len(scored.failures))
 
     def rated(self, generation: Generation, num_failures: int) -> Generation:
@@ -129,11 +137,18 @@ def draw(
     start = time.perf_counter()
     completions = engine.generate(list(map(prompt_of, prompts)), replace(sampling, numbers=numbers))
     seconds = time.perf_counter() - start
-    counts = engine.draft_counts().since(before)
+    drawn = Drawn(completions, engine.draft_counts().since(before), seconds)
+    return generation_of(engine, prompts, drawn, settings)
+
+
+def generation_of(engine: Engine, prompts: Sequence[Sample], drawn: Drawn, settings: Mapping[str, Any]) -> Generation:
+    """Return the completions of these prompts as a generation, without scores."""
+    completions = drawn.completions
     lengths = np.array([len(each.token_ids) for each in completions], np.int32)
     is_truncated = np.array([each.finish_reason == "length" for each in completions])
     unknown = np.full(lengths.sum(), np.nan, np.float32)
-    return Generation(
+    is_generated = np.concatenate(drawn.is_generated) if drawn.is_generated else np.ones(len(unknown), bool)
+    generation = Generation(
         prompt_ids=np.concatenate([prompt.input_ids for prompt in prompts]),
         prompt_lengths=np.array(list(map(len, prompts)), np.int32),
         completion_ids=np.concatenate([np.array(each.token_ids, np.int32) for each in completions]),
@@ -141,19 +156,22 @@ def draw(
         is_truncated=is_truncated,
         scores=np.zeros((len(prompts), 0), np.float32),
         advantages=np.zeros(len(prompts), np.float32),
-        engine_log_p=_engine_log_p(completions),
+        engine_log_p=np.where(is_generated, _engine_log_p(completions), unknown),
         old_log_p=unknown,
         reference_log_p=unknown,
         teacher_log_p=unknown,
         draft_depths=_draft_depths(completions, engine.num_speculative_tokens),
-        figures={
-            **completion_figures(lengths, is_truncated, counts),
-            "rollout/tokens_per_second": float(lengths.sum() / seconds),
-            **server_figures(engine),
-        },
+        is_generated=is_generated,
         settings=settings,
         images=image_files(prompts),
     )
+    figures = {
+        **completion_figures(generation.generated_lengths, is_truncated, drawn.counts),
+        "rollout/tokens_per_second": float(generation.is_generated.sum() / drawn.seconds),
+        **server_figures(engine),
+        **drawn.figures,
+    }
+    return replace(generation, figures=figures)
 
 
 def columns_of(prompts: Sequence[Sample], names: Sequence[str]) -> dict[str, list[Any]]:
@@ -196,8 +214,10 @@ def reward_figures(found: Advantages, names: Sequence[str], num_failures: int) -
 
 
 def completion_figures(lengths: np.ndarray, is_truncated: np.ndarray, counts: DraftCounts) -> dict[str, float]:
-    """Return the metrics of completions, with TRL's names, and of drafts. Acceptance is the share of drafting steps in
-    which the token at a position was accepted, as engines count it.
+    """Return the metrics of completions, with TRL's names, and of drafts.
+
+    Args:
+        lengths: numbers of generated tokens.
     """
     figures = {"completions/clipped_ratio": float(np.mean(is_truncated))}
     terminated = lengths[~is_truncated] if not is_truncated.all() else np.zeros(1)
@@ -205,9 +225,7 @@ def completion_figures(lengths: np.ndarray, is_truncated: np.ndarray, counts: Dr
         figures[f"completions/mean_{suffix}"] = float(np.mean(of))
         figures[f"completions/min_{suffix}"] = float(np.min(of))
         figures[f"completions/max_{suffix}"] = float(np.max(of))
-    for position, accepted in enumerate(counts.accepted_per_position, start=1):
-        figures[f"rollout/acceptance_{position}"] = accepted / max(counts.drafts, 1)
-    return figures
+    return figures | acceptance_figures(counts)
 
 
 def server_figures(engine: Engine) -> dict[str, float]:

@@ -4,7 +4,7 @@ A generation is written before it is trained on. A run that resumes reads it aga
 whether or not the engine generates the same tokens twice.
 
 Shapes: N completions, P tokens of all prompts, C tokens of all completions, F reward functions. Completions of one
-prompt are adjacent.
+prompt are adjacent. With tools or a rollout function, a completion has all tokens of the conversation after its prompt.
 """
 
 import json
@@ -24,7 +24,8 @@ from swiftlite.data.image_inputs import images_of, with_images_of
 from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, TEACHER
 
-VERSION = 1
+VERSION = 2
+"""Version of files with `is_generated`, which earlier releases would ignore. Other files have version 1."""
 _ARRAYS = {
     "prompt_ids": np.int32,
     "prompt_lengths": np.int32,
@@ -38,15 +39,17 @@ _ARRAYS = {
     "reference_log_p": np.float32,
     "teacher_log_p": np.float32,
     "draft_depths": np.int8,
+    "is_generated": np.bool_,
 }
-_UNKNOWN = {
+_USUAL = {
     "engine_log_p": np.nan,
     "old_log_p": np.nan,
     "reference_log_p": np.nan,
     "teacher_log_p": np.nan,
     "draft_depths": -1,
+    "is_generated": True,
 }
-"""Values that stand for unknown numbers. A file does not contain an array without a known number."""
+"""Values of tokens without further information. A file does not contain an array with this value only."""
 _PER_TOKEN = {"engine_log_p": ENGINE, "old_log_p": OLD, "reference_log_p": REFERENCE, "teacher_log_p": TEACHER}
 """Extras of samples."""
 
@@ -70,6 +73,8 @@ class Generation:
         teacher_log_p: float32 [C], log-probabilities under the teacher; NaN without one.
         draft_depths: int8 [C], position of an accepted draft token in the drafts of its step, counted from 1; 0 for a
             token of the trunk, and -1 if the engine did not report which one it is.
+        is_generated: bool [C]; False for tokens of tools and other messages between answers, which have no label, and
+            for all tokens of a conversation that failed, which is neither scored nor trained on.
         figures: metrics of the generation by name.
         settings: settings that the completions depend on, by name.
         images: file and sha256 of each image of the prompt of each completion; empty if no prompt has images. Pixels
@@ -88,6 +93,7 @@ class Generation:
     reference_log_p: np.ndarray
     teacher_log_p: np.ndarray
     draft_depths: np.ndarray
+    is_generated: np.ndarray
     figures: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     images: Sequence[Sequence[Sequence[str]]] = ()
@@ -102,6 +108,28 @@ class Generation:
     def completions(self) -> list[list[int]]:
         """Return the token ids of each completion."""
         return [self.completion_ids[completion].tolist() for completion in _slices(self.completion_lengths)]
+
+    @property
+    def generated_lengths(self) -> np.ndarray:
+        """Number of generated tokens of each completion, int32 [N]."""
+        return np.array([mask.sum() for mask in self.masks()], np.int32)
+
+    def masks(self) -> list[np.ndarray]:
+        """Return `is_generated` of each completion."""
+        return [self.is_generated[completion] for completion in _slices(self.completion_lengths)]
+
+    def generated(self) -> list[list[int]]:
+        """Return the generated token ids of each completion; all ids of a conversation that failed."""
+        parts = []
+        for ids, mask in zip(self.completions(), self.masks(), strict=True):
+            parts.append(np.array(ids)[mask].tolist() if mask.any() else ids)
+        return parts
+
+    def per_token(self, values: np.ndarray) -> np.ndarray:
+        """Return values of the generated tokens, such as log-probabilities of labels, as float32 [C]; NaN elsewhere."""
+        result = np.full(len(self.completion_ids), np.nan, np.float32)
+        result[self.is_generated] = values
+        return result
 
     def depths(self) -> list[list[int]]:
         """Return `draft_depths` of each completion."""
@@ -133,15 +161,16 @@ class Generation:
 
     def _sample(self, number: int, prompt_ids: np.ndarray, completion: slice) -> Sample:
         ids = np.concatenate([prompt_ids, self.completion_ids[completion]])
-        is_completion = np.arange(len(ids)) >= len(prompt_ids)
-        extras = {ADVANTAGE.name: np.where(is_completion, self.advantages[number], np.float32(0))}
+        is_label = np.concatenate([np.zeros(len(prompt_ids), bool), self.is_generated[completion]])
+        extras = {ADVANTAGE.name: np.where(is_label, self.advantages[number], np.float32(0))}
         for name, extra in _PER_TOKEN.items():
-            of_prompt = np.full(len(prompt_ids), extra.default, np.float32)
-            extras[extra.name] = np.concatenate([of_prompt, getattr(self, name)[completion]])
+            values = np.full(len(ids), extra.default, np.float32)
+            values[len(prompt_ids) :] = getattr(self, name)[completion]
+            extras[extra.name] = np.where(is_label, values, np.float32(extra.default))
         return Sample(
             ids,
-            np.where(is_completion, ids, np.int32(IGNORED)),
-            is_completion.astype(np.float32),
+            np.where(is_label, ids, np.int32(IGNORED)),
+            is_label.astype(np.float32),
             source=f"completion {number}",
             extras=extras,
         )
@@ -151,10 +180,10 @@ class Generation:
         arrays = {}
         for name, dtype in _ARRAYS.items():
             array = np.ascontiguousarray(getattr(self, name), dtype)
-            if name not in _UNKNOWN or not np.array_equal(array, np.full_like(array, _UNKNOWN[name]), equal_nan=True):
+            if name not in _USUAL or not np.array_equal(array, np.full_like(array, _USUAL[name]), equal_nan=True):
                 arrays[name] = array
         header = {
-            "version": VERSION,
+            "version": VERSION if "is_generated" in arrays else 1,
             "figures": dict(self.figures),
             "settings": dict(self.settings),
             "images": self.images,
@@ -174,12 +203,12 @@ class Generation:
         try:
             with safe_open(path, "numpy") as file:
                 header = json.loads(file.metadata()["rollouts"])
-                if header["version"] != VERSION:
+                if header["version"] not in (1, VERSION):
                     raise ValueError(f"version {header['version']} is not supported")
                 names = set(file.keys())
-                arrays = {name: file.get_tensor(name) for name in _ARRAYS if name in names or name not in _UNKNOWN}
-            for name in _UNKNOWN.keys() - names:
-                arrays[name] = np.full(len(arrays["completion_ids"]), _UNKNOWN[name], _ARRAYS[name])
+                arrays = {name: file.get_tensor(name) for name in _ARRAYS if name in names or name not in _USUAL}
+            for name in _USUAL.keys() - names:
+                arrays[name] = np.full(len(arrays["completion_ids"]), _USUAL[name], _ARRAYS[name])
             images = _checked_files(header.get("images", ()))  # absent in files of earlier releases
             generation = cls(**arrays, figures=header["figures"], settings=header["settings"], images=images)
             problem = generation._problem()
@@ -195,7 +224,7 @@ class Generation:
             if getattr(self, name).dtype != dtype:
                 return f"{name} is {getattr(self, name).dtype}, not {np.dtype(dtype)}"
         number, num_tokens = len(self), len(self.completion_ids)
-        sizes = dict.fromkeys([*_PER_TOKEN, "draft_depths"], num_tokens)
+        sizes = dict.fromkeys(_USUAL, num_tokens)
         sizes |= {"prompt_lengths": number, "is_truncated": number, "advantages": number, "scores": number}
         for name, size in sizes.items():
             if len(getattr(self, name)) != size:
@@ -260,7 +289,7 @@ def _lengths_of(name: str) -> str | None:
     """Return the name of the array with the number of entries of each completion; None if it has one entry."""
     if name == "prompt_ids":
         return "prompt_lengths"
-    if name in ("completion_ids", "draft_depths") or name in _PER_TOKEN:
+    if name == "completion_ids" or name in _USUAL:
         return "completion_lengths"
     return None
 

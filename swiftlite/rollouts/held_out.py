@@ -9,7 +9,7 @@ from swiftlite.rewards.advantages import AdvantageSettings
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.generation import Generation
 
-FIGURES = ("reward", "completions/", "rollout/acceptance_")
+FIGURES = ("reward", "completions/", "rollout/acceptance_", "tools/")
 """Starts of the names of the metrics of an evaluation."""
 
 

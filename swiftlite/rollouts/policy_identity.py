@@ -71,4 +71,6 @@ def _digest_of(generation: Generation | None) -> str:
     for array in (generation.prompt_ids, generation.completion_lengths, generation.completion_ids):
         content.update(array.tobytes())
     content.update(generation.advantages.tobytes())
+    if not generation.is_generated.all():
+        content.update(generation.is_generated.tobytes())
     return content.hexdigest()

@@ -63,12 +63,12 @@ class Resampling:
             generation = replace(generation, settings=further.settings)
         num_failures = sum(each.figures["rewards/failures"] for each in rounds)
         generation = self.drawing.rated(generation, int(num_failures))
-        seconds = sum(len(each.completion_ids) / each.figures["rollout/tokens_per_second"] for each in rounds)
-        num_tokens = sum(len(each.completion_ids) for each in rounds)
+        seconds = sum(each.is_generated.sum() / each.figures["rollout/tokens_per_second"] for each in rounds)
+        num_tokens = sum(each.is_generated.sum() for each in rounds)
         figures = {
             **generation.figures,
             **completion_figures(
-                generation.completion_lengths, generation.is_truncated, engine.draft_counts().since(before)
+                generation.generated_lengths, generation.is_truncated, engine.draft_counts().since(before)
             ),
             "rollout/tokens_per_second": num_tokens / seconds,
             **server_figures(engine),

@@ -156,7 +156,8 @@ class Rollouts:
             generation = on_first_rank(draw)
         figures = evaluation_figures(generation)
         if teacher := self.frozen.get("teacher"):
-            differences = generation.engine_log_p - teacher.log_probabilities(generation.samples(held_out.samples))
+            log_p = generation.per_token(teacher.log_probabilities(generation.samples(held_out.samples)))
+            differences = generation.engine_log_p - log_p
             figures["teacher_kl"] = float(np.mean(differences[~np.isnan(differences)]))
         return {f"eval_{name}": value for name, value in figures.items()}
 
@@ -168,7 +169,7 @@ class Rollouts:
         """Return a generation; the weights are those before `step`. Collective."""
         generation = on_first_rank(lambda: self._read(number, step))
         if generation is not None:
-            if self._is_used_again and np.isnan(generation.old_log_p).any():
+            if self._is_used_again and np.isnan(generation.old_log_p[generation.is_generated]).any():
                 # It was drawn for a single step, so the weights that drew it are still the current ones.
                 return self._with_log_probabilities(number, generation)
             return self._with_frozen(number, generation)
@@ -193,7 +194,10 @@ class Rollouts:
         previous = self._generation
         if self._number != number - 1:  # the first generation that a resumed run needs
             previous = self.files.load_if_whole(number - 1)
-        return self.files.policy_after(previous)
+        policy = self.files.policy_after(previous)
+        if self.drawing is not None and self.drawing.conversations is not None:
+            policy["the files of tools or the rollout function"] = self.drawing.conversations.process.identity
+        return policy
 
     def _draw(self, number: int, step: int, stop: EarlyStop) -> Generation:
         """Return a generation with scores. This is the work of the first rank."""
@@ -219,14 +223,14 @@ class Rollouts:
             with whole_parameters(model):
                 samples = self._samples_of(number, generation)
                 log_p = token_log_probabilities(model, run.mesh, run.batches, samples)
-            generation = replace(generation, old_log_p=np.concatenate(log_p))
+            generation = replace(generation, old_log_p=generation.per_token(np.concatenate(log_p)))
         return self._with_frozen(number, generation)
 
     def _with_frozen(self, number: int, generation: Generation) -> Generation:
         """Add the log-probabilities under the frozen models, unless the generation has them. Collective."""
         for name, policy in self.frozen.items():
             if generation.settings.get(name) != policy.name:
-                log_p = policy.log_probabilities(self._samples_of(number, generation))
+                log_p = generation.per_token(policy.log_probabilities(self._samples_of(number, generation)))
                 changed: dict[str, Any] = {f"{name}_log_p": log_p}
                 generation = replace(generation, **changed, settings={**generation.settings, name: policy.name})
         return generation
@@ -270,6 +274,6 @@ def with_policy_of_engine(generation: Generation, path: Path) -> Generation:
         UserError: the completions have neither.
     """
     old_log_p = np.where(np.isnan(generation.old_log_p), generation.engine_log_p, generation.old_log_p)
-    if np.isnan(old_log_p).any():
+    if np.isnan(old_log_p[generation.is_generated]).any():
         raise UserError(f"{path} has no log-probabilities of its policy", "use the completions of another run")
     return replace(generation, old_log_p=old_log_p)

@@ -195,26 +195,26 @@ def _readable(generation: Generation, tokenizer: PreTrainedTokenizerBase, image_
     """
     lines = []
     completions = generation.completions()
-    depths = generation.depths()
+    depths, masks = generation.depths(), generation.masks()
     for number, sample in enumerate(generation.samples()):
-        is_completion = sample.loss_scale > 0
-        prompt_ids = sample.input_ids[~is_completion]
+        prompt_ids = sample.input_ids[: generation.prompt_lengths[number]]
         # An image has a placeholder for each output of the tower. One of them is kept.
         is_repeated = (prompt_ids == image_token_id) & (np.roll(prompt_ids, 1) == image_token_id)
         scores = generation.scores[number].tolist()
         line = {
             "prompt": tokenizer.decode(prompt_ids[~is_repeated]),
-            "completion": tokenizer.decode(sample.input_ids[is_completion]),
+            "completion": tokenizer.decode(completions[number]),
             "scores": [None if np.isnan(score) else score for score in scores],
             "advantage": float(generation.advantages[number]),
             "is_truncated": bool(generation.is_truncated[number]),
         }
         if generation.images:
             line["images"] = [name for name, _ in generation.images[number]]
-        if number < NUM_ROLLOUTS and min(depths[number]) >= 0:
+        mask = masks[number]
+        if number < NUM_ROLLOUTS and (np.array(depths[number])[mask] >= 0).all():
             texts = token_texts(tokenizer, completions[number])
-            pairs = zip(texts, depths[number], strict=True)
-            line["tokens"] = [{"text": text, "depth": depth} for text, depth in pairs]
+            triples = zip(texts, depths[number], mask, strict=True)
+            line["tokens"] = [{"text": text, "depth": depth if ours else -1} for text, depth, ours in triples]
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return "".join(lines)
 

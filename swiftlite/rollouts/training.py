@@ -1,6 +1,6 @@
 """Implement `megatron grpo`: a loss over completions that the model generates, weighted by their rewards."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,11 +9,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import GrpoArgs, SftArgs
-from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.base.atomic import check_writable
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder, PromptEncoder
+from swiftlite.data.rows.columns import WithColumns
 from swiftlite.data.rows.prompt import parse_prompt
+from swiftlite.data.sample import Sample
+from swiftlite.data.sandbox import run_templates_unbounded
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import no_images_in
@@ -22,12 +24,14 @@ from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import SCALES, AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import reward_names_of, reward_settings_of
+from swiftlite.rollouts.conversations import Conversations, EpisodeProcess
 from swiftlite.rollouts.draw import Drawing, columns_in, omitted_in
 from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine
 from swiftlite.rollouts.frozen import open_frozen_policies
 from swiftlite.rollouts.held_out import HeldOutPrompts
 from swiftlite.rollouts.rollouts import Rollouts
 from swiftlite.rollouts.stored import FOLDER, GenerationFiles, check_stored, on_first_rank
+from swiftlite.rollouts.turns import Turns
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data, open_image_encoder
@@ -41,7 +45,7 @@ def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_mo
     """Return the encoder of rows, whose prompts leave room for a completion."""
     assert isinstance(args, GrpoArgs)
     images, no_images = open_image_encoder(args, tokenizer, hf_model)
-    if images is not None and (reason := no_images_of_engine(args)):
+    if images is not None and (reason := no_images_of_run(args)):
         images, no_images = None, reason
     template = ChatTemplate(tokenizer, vocab_size=hf_model.config["vocab_size"], images=images and images.sizes)
     return PromptEncoder(
@@ -54,9 +58,11 @@ def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_mo
     )
 
 
-def no_images_of_engine(args: CompletionArgs) -> str:
-    """Return why the engine of a run does not support images, to follow the name of a row's field; "" if it supports
-    them."""
+def no_images_of_run(args: GrpoArgs) -> str:
+    """Return why the options or the engine of a run do not support images, to follow the name of a row's field; "" if
+    they do."""
+    if args.tools or args.rollout_func:
+        return "is not supported with --tools and --rollout_func"
     if args.rollouts_from:
         return ""
     if args.rollout_server:
@@ -87,14 +93,45 @@ def load_scored_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Dat
         rewards = reward_process(args)
         if not args.rollouts_from:
             on_first_rank(lambda: _enter(stack, rewards))
+        episodes = episode_process(args)
+        if episodes is not None and (args.tools or not args.rollouts_from):
+            on_first_rank(lambda: _enter(stack, episodes))
+            encoder = with_tools(encoder, on_first_rank(lambda: episodes.schemas))
         data = load_data(args, encoder, vocab_size, _offered(args))
+
+        def check(samples: Sequence[Sample], flag: str) -> None:
+            columns, omitted = columns_in(samples), omitted_in(samples)
+            rewards.check_columns(columns, flag, omitted)
+            if episodes is not None:
+                episodes.check_columns(columns, flag, omitted)
+
         if not args.rollouts_from:
-            on_first_rank(lambda: rewards.check_columns(columns_in(data.train), omitted=omitted_in(data.train)))
+            on_first_rank(lambda: check(data.train, "--dataset"))
         if args.val_dataset and not args.rollouts_from:
-            on_first_rank(
-                lambda: rewards.check_columns(columns_in(data.val), "--val_dataset", omitted_in(data.val)),
-            )
+            on_first_rank(lambda: check(data.val, "--val_dataset"))
     return data
+
+
+def with_tools(encoder: Encoder, schemas: list[dict[str, Any]]) -> Encoder:
+    """Return the encoder with the tools of all rows, after a check of the chat template.
+
+    Raises:
+        UserError: the template does not support tools or several answers.
+    """
+    given: Any = encoder
+    Turns(given.template, schemas, ())
+    parse = given.parse
+    if isinstance(parse, WithColumns):
+        of_names: Any = parse.parse
+        return replace(given, parse=replace(parse, parse=partial(of_names, tools=schemas)))
+    return replace(given, parse=partial(parse, tools=schemas))
+
+
+def episode_process(args: GrpoArgs) -> EpisodeProcess | None:
+    """Return the process of the tools or the rollout function, which is not started; None without."""
+    if not args.tools and not args.rollout_func:
+        return None
+    return EpisodeProcess(args.rollout_func, args.tools, args.external_plugins, args.tool_timeout)
 
 
 def reward_process(args: GrpoArgs) -> RewardProcess:
@@ -102,9 +139,9 @@ def reward_process(args: GrpoArgs) -> RewardProcess:
     return RewardProcess(reward_names_of(args), args.external_plugins, reward_settings_of(args))
 
 
-def _enter(stack: ExitStack, rewards: RewardProcess) -> None:
+def _enter(stack: ExitStack, process: RewardProcess | EpisodeProcess) -> None:
     """Start the process, without returning it, because results of the first rank are sent to all ranks."""
-    stack.enter_context(rewards)
+    stack.enter_context(process)
 
 
 def open_rollouts(run: Run) -> TrainBatches:
@@ -168,6 +205,9 @@ class _Opened:
             return
         check_writable("--output_dir", self.run.output_dir / FOLDER)
         rewards = self.stack.enter_context(reward_process(args))
+        episodes = episode_process(args)
+        if episodes is not None:
+            self.stack.enter_context(episodes)
         engine = start_rollout_engine(self.run, args)
         self.stack.callback(engine.close)
         advantages = AdvantageSettings(
@@ -177,7 +217,13 @@ class _Opened:
             tuple(args.reward_weights),
         )
         columns = columns_in([*self.run.data.train, *self.run.data.val])
-        self.drawing = Drawing(engine, rewards, advantages, sampling_of(self.run, args), self.run.tokenizer, columns)
+        sampling, conversations = sampling_of(self.run, args), None
+        if episodes is not None:
+            run_templates_unbounded()  # the limit would apply to the whole trainer while it draws
+            template = ChatTemplate(self.run.tokenizer, vocab_size=self.run.hf_model.config["vocab_size"])
+            turns = Turns(template, episodes.schemas, sampling.stop_token_ids)
+            conversations = Conversations(episodes, turns, args.max_turns)
+        self.drawing = Drawing(engine, rewards, advantages, sampling, self.run.tokenizer, columns, conversations)
 
 
 def policy_objective(run: Run) -> PolicyObjective:

@@ -149,7 +149,13 @@ GRPO = (
 REWARDS = """
 def varied(completion_ids):
     return [sum(token % 5 for token in ids) / len(ids) for ids in completion_ids]
+
+
+async def talk(messages, generate):
+    messages = [*messages, await generate(messages, max_tokens=4), {"role": "user", "content": "More?"}]
+    return [*messages, await generate(messages)]
 """
+TALK = GRPO.replace("--max_length 64 --max_completion_length 6", "--max_length 128 --max_completion_length 48")
 COMMANDS = {
     "sft": Command(SFT, content_of_run, "--resume"),
     "sft_async": Command(f"{SFT} --async_save true", content_of_run, "--resume"),
@@ -157,6 +163,7 @@ COMMANDS = {
     "sft_2": Command(SFT, content_of_run, "--resume", processes=2),
     "sft_2_async": Command(f"{SFT} --async_save true", content_of_run, "--resume", processes=2),
     "grpo": Command(GRPO, content_of_rollouts, "--resume"),
+    "grpo_talk": Command(f"{TALK} --rollout_func talk", content_of_rollouts, "--resume"),
     "export": Command("export --to_hf --model RUN --output_dir OUT/hf", content_of_files, keeps=True),
     "export_2": Command(
         "export --to_hf --model RUN --output_dir OUT/hf --pipeline_model_parallel_size 2",

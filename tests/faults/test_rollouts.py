@@ -75,6 +75,25 @@ def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, numb
     assert GRPO.content(tmp_path) == unbroken
 
 
+@pytest.mark.parametrize("number", some_of([7, 15], 15))
+def test_a_run_that_is_killed_between_two_turns_draws_the_generation_again(words, number, tmp_path):
+    """The first turns are not stored. Their random numbers are the same again."""
+    command = COMMANDS["grpo_talk"]
+    for name in ("unbroken", "killed"):
+        (tmp_path / name).mkdir()
+    code, errors, _ = run(command, words, tmp_path / "unbroken")
+    assert code == 0, errors
+    code, errors, _ = run(command, words, tmp_path / "killed", signal_at=SignalAtCall("Turns.after", number))
+    assert code == -signal.SIGKILL, errors
+    assert len(list(tmp_path.glob("killed/run/rollouts/*.safetensors"))) == (number == 15)
+    code, errors, _ = run(command, words, tmp_path / "killed", is_again=True)
+    assert code == 0, errors
+    found: Any = command.content(tmp_path / "killed")
+    assert found == command.content(tmp_path / "unbroken")
+    masks = [each["is_generated"] for each in found["rollouts"].values()]
+    assert all("False" in mask and "True" in mask for mask in masks)
+
+
 @pytest.mark.parametrize(
     ("function", "number", "checkpoints"),
     some_of(

@@ -1,7 +1,7 @@
 """Make stored completions, and run steps of `megatron grpo` on them in this process."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from swiftlite.args.commands import ExportArgs, GrpoArgs, SftArgs
 from swiftlite.data.packing.sampler import Sampler
+from swiftlite.data.sample import Sample
 from swiftlite.export.run import convert
 from swiftlite.families.index import image_sizes
 from swiftlite.rollouts.generation import Generation, image_files
@@ -59,8 +60,12 @@ def policy_options(model: Path, directory: Path) -> Callable[..., GrpoArgs]:
     return lambda **changed: GrpoArgs(**usual | changed)
 
 
-def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Generation:
-    """Write a generation of random completions, with log-probabilities near those of a random model."""
+def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0, *, has_tools: bool = False) -> Generation:
+    """Write a generation of random completions, with log-probabilities near those of a random model.
+
+    Args:
+        has_tools: whether about half of the tokens after the first one of a completion are those of tools.
+    """
     run = prepare(args, mesh)
     vocab_size = run.hf_model.config["vocab_size"]
     sizes = image_sizes(run.hf_model.config)  # transformers takes placeholders in completions for those of images
@@ -74,8 +79,14 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
     num_tokens = int(lengths.sum())
     near = -np.log(vocab_size)
 
+    is_generated = np.ones(num_tokens, bool)
+    if has_tools:
+        is_generated = random.rand(num_tokens) < 0.5
+        is_generated[np.cumsum([0, *lengths[:-1]])] = True
+
     def log_p() -> np.ndarray:
-        return (near + 0.3 * random.randn(num_tokens)).astype(np.float32)
+        values = near + 0.3 * random.randn(num_tokens)
+        return np.where(is_generated, values, np.nan).astype(np.float32)
 
     names = ("temperature", "max_completion_length", "num_generations")
     generation = Generation(
@@ -91,6 +102,7 @@ def store(args: GrpoArgs, mesh: Mesh, directory: Path, number: int = 0) -> Gener
         reference_log_p=log_p(),
         teacher_log_p=log_p(),
         draft_depths=np.full(num_tokens, -1, np.int8),
+        is_generated=is_generated,
         figures={"reward": 0.5},
         settings={name: getattr(args, name) for name in names} | {"reference": args.model},
         images=image_files(prompts),
@@ -123,11 +135,20 @@ def make_teacher(directory: Path, **sizes: Any) -> Path:
     return make_tiny_hf(directory, "qwen3", depth=0, seed=1, with_tokenizer=True, **larger)
 
 
-def first_step(args: SftArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Return metrics and gradients (by HF name) of one step."""
+def first_step(
+    args: SftArgs, mesh: Mesh, samples: Sequence[Sample] = ()
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Return metrics and gradients (by HF name) of one step.
+
+    Args:
+        samples: what is trained on instead of the completions of the run.
+    """
     run = prepare(args, mesh)
     run.output_dir.mkdir(exist_ok=True)
     trainer = training.make_trainer(run, phases.state_of(run))
+    if samples:
+        batches = run.batches.global_batch(run.batches.rows(samples), np.arange(len(samples)))
+        trainer.train_batches = lambda step: batches
     metrics = trainer.step(1)
     trainer.release()
     out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model

@@ -83,6 +83,7 @@ def store(args: GkdArgs, mesh: Mesh, directory: Path, step: int) -> None:
         reference_log_p=unknown,
         teacher_log_p=unknown,
         draft_depths=np.full(len(unknown), -1, np.int8),
+        is_generated=np.ones(num_tokens, bool),
         settings={name: getattr(args, name) for name in ("temperature", "max_completion_length")},
     )
     directory.mkdir(exist_ok=True)

@@ -41,6 +41,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sapo, KL, overlong": {"beta": 0.05, "sapo_temperature_pos": 0.8, "overlong_filter": True},
     "dapo, overlong": {"overlong_filter": True},
     "cispo, GSPO": {"epsilon_high": 0.9, "importance_sampling_level": "sequence"},
+    "dapo, tools": {"rollout_importance_sampling_mode": "sequence_truncate"},
+    "grpo, tools, GSPO, KL": {"importance_sampling_level": "sequence", "epsilon": 0.01, "beta": 0.05},
+    "dr_grpo, tools": {"rollout_importance_sampling_mode": "token_mask"},
 }
 
 
@@ -65,7 +68,7 @@ def of_completions(values: np.ndarray, lengths: np.ndarray, dtype: Any = torch.f
 
 def mismatch(generation: Generation, args: GrpoArgs) -> torch.Tensor:
     """Compute the weights by TRL's formula (`_generate_and_score_completions`, vllm_importance_sampling_mode)."""
-    difference = generation.old_log_p - generation.engine_log_p
+    difference = np.nan_to_num(generation.old_log_p - generation.engine_log_p)
     padded_difference = of_completions(difference, generation.completion_lengths)
     mode, most = args.rollout_importance_sampling_mode, args.rollout_importance_sampling_threshold
     if mode.startswith("sequence"):
@@ -129,16 +132,19 @@ def their_step(
     if args.overlong_filter:  # as in `_generate_and_score_completions` with mask_truncated_completions
         assert 0 < generation.is_truncated.sum() < len(generation)
         mask = mask * torch.from_numpy(~generation.is_truncated)[:, None]
+    tool_mask = of_completions(generation.is_generated, lengths, torch.int64)
     inputs = {
         "prompt_ids": padded(prompts, "left"),
         "prompt_mask": padded([np.ones_like(prompt) for prompt in prompts], "left"),
         "completion_ids": of_completions(generation.completion_ids, lengths, torch.int64),
         "completion_mask": mask,
         "advantages": advantages,
-        "old_per_token_logps": of_completions(generation.old_log_p, lengths),
-        "ref_per_token_logps": of_completions(generation.reference_log_p, lengths),
-        "num_items_in_batch": mask.sum().float(),
+        "old_per_token_logps": of_completions(np.nan_to_num(generation.old_log_p), lengths),
+        "ref_per_token_logps": of_completions(np.nan_to_num(generation.reference_log_p), lengths),
+        "num_items_in_batch": (mask * tool_mask).sum().float(),
     }
+    if not generation.is_generated.all():
+        inputs["tool_mask"] = tool_mask
     if trainer.use_vllm:
         inputs["importance_sampling_ratio"] = mismatch(generation, args)
     hf_model = trainer.model.train()
@@ -161,7 +167,7 @@ def their_step(
 
 CASES = [(name, False) for name in LOSSES] + [("dapo, GSPO", True), ("grpo", True)]
 KEPT = (("dapo, GSPO", True), ("grpo, sequence_mask, KL", False), ("cispo", False), ("dapo, teacher", False))
-KEPT += (("sapo, KL, overlong", False), ("bnpo, KL, entropy", False))
+KEPT += (("sapo, KL, overlong", False), ("bnpo, KL, entropy", False), ("grpo, tools, GSPO, KL", False))
 
 
 @pytest.mark.parametrize(("name", "padding_free"), some_of(CASES, *KEPT))
@@ -171,7 +177,8 @@ def test_a_step_is_trls(model, teacher, mesh, tmp_path, name, padding_free):
     if "teacher" in name:
         changed["teacher_model"] = str(teacher)
     args = policy_options(model, tmp_path)(**changed)
-    generation = store(args, mesh, tmp_path / "rollouts")
+    generation = store(args, mesh, tmp_path / "rollouts", has_tools="tools" in name)
+    assert generation.is_generated.all() == ("tools" not in name)
     ours, gradients = first_step(args, mesh)
     loss, metrics, hf_model = their_step(model, tmp_path / "trl", args, generation)
     # Sums of float32 in another order.

@@ -5,6 +5,7 @@ messages. Fields that are not part of the conversation are kept for reward funct
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,12 @@ FORMATS = '{"query": "..."}, {"messages": [...]} or {"prompt": "..."}'
 
 
 def parse_prompt(
-    row: object, *, system: str | None = None, source: str = "", no_images: str | None = NO_IMAGES
+    row: object,
+    *,
+    system: str | None = None,
+    source: str = "",
+    no_images: str | None = NO_IMAGES,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> Conversation:
     """Return the turns before the answer. The other fields of the row are stored in extras (`COLUMNS`).
 
@@ -30,9 +36,10 @@ def parse_prompt(
         system: system prompt for rows without one.
         source: `file:line`, stored in the result.
         no_images: why rows with images are refused.
+        tools: JSON schemas of the tools of all rows (`--tools`).
 
     Raises:
-        RowError: a field is invalid.
+        RowError: a field is invalid, or rows with tools of their own are not possible.
     """
     if not isinstance(row, dict):
         return parse_row(row, system=system, source=source, no_images=no_images)  # its error names the missing turns
@@ -44,6 +51,10 @@ def parse_prompt(
     elif not turns.keys() - {"system", "channel", "tools"}:
         raise RowError("row", "has no prompt", f"rows are {FORMATS}")
     conversation = parse_row(turns, system=system, needs_answer=False, source=source, no_images=no_images).prompt()
+    if tools:
+        if conversation.tools:
+            raise RowError("tools", "are those of all rows with --tools", "remove this field")
+        conversation = replace(conversation, tools=list(tools))
     omitted = {name: type(value).__name__ for name, value in columns.items() if not _is_json(value)}
     kept = {name: value for name, value in columns.items() if name not in omitted}
     extras = {COLUMNS: json.dumps(kept, sort_keys=True), OMITTED: json.dumps(omitted)}

@@ -96,6 +96,15 @@ def named_rewards_are_known(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
             yield error.problem, error.hint
 
 
+def conversations_have_code(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.tools and args.rollout_func:
+        yield "--tools and --rollout_func both conduct the conversation", "remove one of the two"
+    if args.tools and not (args.tools.endswith(".py") and Path(args.tools).is_file()):
+        yield f"--tools {args.tools} is not a Python file", "give a file with functions that the model can call"
+    if args.rollout_func and not args.external_plugins and not args.rollouts_from:
+        yield f"--rollout_func {args.rollout_func} requires --external_plugins", "give the file that defines it"
+
+
 def groups_fit_the_batch(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
     """Require that all completions of a prompt are in the same step."""
     if out_of_bounds(args):
@@ -252,6 +261,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     no_length = ("length" not in args.reward_funcs, "--reward_funcs does not contain length")
     not_drafted = (args.speculative == "none", "--speculative is none")
     no_heads = (not heads_of(args, facts.heads).layers, "the model has no MTP layers")
+    single = (not args.tools and not args.rollout_func, "neither --tools nor --rollout_func is given")
     stored = (args.rollouts_from is not None, "--rollouts_from is given")
     served = (bool(args.rollout_server), "--rollout_server is given")
     idle = {
@@ -264,6 +274,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         **dict.fromkeys(_OF_SAPO, (args.loss_type != "sapo", "--loss_type is not sapo")),
         **dict.fromkeys(("epsilon", "epsilon_high"), (args.loss_type == "sapo", "--loss_type sapo does not clip")),
         "soft_cache_length": no_length,
+        **dict.fromkeys(("max_turns", "tool_timeout"), single),
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
         "log_completions": (not {*_WITH_TABLES} & {*args.report_to}, "--report_to has no tracker with tables"),
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
@@ -285,6 +296,7 @@ RULES = (
     prompts_stay_whole,
     rewards_are_given,
     named_rewards_are_known,
+    conversations_have_code,
     groups_fit_the_batch,
     rewards_can_be_compared,
     completions_leave_room,
