@@ -1,7 +1,9 @@
 """Define the options of reinforcement learning (`megatron grpo`)."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from swiftlite.args import bounds
 from swiftlite.args.fields import LrDecayStyle, SamplingArgs
@@ -143,6 +145,9 @@ class RolloutArgs(CompletionArgs):
     """Number of optimizer steps on the completions of one generation, each with --global_batch_size completions."""
     num_iterations: bounds.PositiveInt = 1
     """Number of passes over the completions of a generation."""
+    async_rollouts: Annotated[int, Interval(ge=0, le=1)] = 0
+    """1: generate the next completions while training on the current ones, with weights that are one generation old;
+    the importance weights correct for this. 0: generate with the current weights, and wait."""
     log_completions: bool = False
     """Send the completions of each generation as a table to wandb, swanlab and trackio (--report_to): prompt,
     completion, scores of the reward functions and advantage. SwanLab requires pyecharts."""

@@ -4,6 +4,15 @@ Before a generation, all ranks send their weights to the engine of the first ran
 scores them, all ranks compute their log-probabilities, and the first rank writes the generation to
 `OUTPUT_DIR/rollouts`. A generation that is already there, because the run was stopped after it was drawn, is read.
 Completions of held-out prompts are drawn in the same way, and only their metrics are kept.
+
+With `--async_rollouts 1`, the next generation is drawn while the trainer trains, with the weights before this training:
+
+    train on generation             0    1    2    3
+    meanwhile, draw generation      1    2    3    4
+
+So generation 2 has the policy that was trained on generation 0, and the importance weights of the loss correct for the
+difference. A checkpoint is written after the generation that is being drawn, so that a resumed run trains on the same
+completions.
 """
 
 from collections.abc import Mapping
@@ -21,6 +30,7 @@ from swiftlite.base.log import logger
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
 from swiftlite.rewards.settings import reward_names_of
+from swiftlite.rollouts.ahead import DrawingAhead
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts, send_weights
 from swiftlite.rollouts.frozen import FrozenPolicy
@@ -67,6 +77,7 @@ class Rollouts:
     resources: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
+        self._ahead = DrawingAhead()
         self._number = -1
         self._generation: Generation | None = None
         self._samples: list[Sample] = []
@@ -145,8 +156,8 @@ class Rollouts:
         if held_out is None:
             return {}
         with EarlyStop() as stop:
-            engine = self.drawing.engine if self.drawing else None
-            send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
+            on_first_rank(lambda: self._wait(stop))
+            self._send_weights(stop)
 
             def draw() -> Generation:
                 assert self.drawing is not None
@@ -161,25 +172,68 @@ class Rollouts:
             figures["teacher_kl"] = float(np.mean(differences[~np.isnan(differences)]))
         return {f"eval_{name}": value for name, value in figures.items()}
 
+    def state(self) -> dict[str, Any]:
+        """Write the generation that is being drawn, before a checkpoint is written. Collective."""
+        on_first_rank(self._keep_ahead)
+        return {}
+
     def close(self) -> None:
         """End the engine and the process of the reward functions."""
         self.resources.close()
 
     def _open(self, number: int, step: int) -> Generation:
         """Return a generation; the weights are those before `step`. Collective."""
-        generation = on_first_rank(lambda: self._read(number, step))
-        if generation is not None:
-            if self._is_used_again and np.isnan(generation.old_log_p[generation.is_generated]).any():
-                # It was drawn for a single step, so the weights that drew it are still the current ones.
-                return self._with_log_probabilities(number, generation)
-            return self._with_frozen(number, generation)
         with EarlyStop() as stop:
-            engine = self.drawing.engine if self.drawing else None
-            send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
-            generation = on_first_rank(lambda: self._draw(number, step, stop))
-        generation = self._with_log_probabilities(number, generation)
-        on_first_rank(lambda: self.files.write_drawn(number, generation))
+            found = on_first_rank(lambda: self._find(number, step, stop))
+            if found is None:
+                self._send_weights(stop)
+                found = on_first_rank(lambda: self._draw_now(number, step, stop)), True
+            generation, is_new = found
+            if self.files.lag and not self.files.reads_only:
+                self._begin_ahead(number + 1, stop)
+        if is_new or (self._is_used_again and np.isnan(generation.old_log_p[generation.is_generated]).any()):
+            # The weights that drew it are still the current ones. If it was drawn ahead, the current weights are the
+            # policy at its first step, and the engine's probabilities are those of the policy that drew it.
+            generation = self._with_log_probabilities(number, generation)
+        else:
+            generation = self._with_frozen(number, generation)
+        if is_new:
+            on_first_rank(lambda: self.files.write_drawn(number, generation))
         return generation
+
+    def _find(self, number: int, step: int, stop: EarlyStop) -> tuple[Generation, bool] | None:
+        """Return a generation that was drawn ahead or stored, and whether it is new; None if it must be drawn."""
+        with stop.raising():
+            generation = self._ahead.take(number)
+        if generation is not None:
+            return generation, True
+        stored = self._read(number, step)
+        return None if stored is None else (stored, False)
+
+    def _draw_now(self, number: int, step: int, stop: EarlyStop) -> Generation:
+        with stop.raising():
+            return self._draw(number, step, self._policy(number))
+
+    def _begin_ahead(self, number: int, stop: EarlyStop) -> None:
+        """Send the weights, and begin to draw a generation, unless it is stored. Collective."""
+        step = number * self.files.steps
+        if step >= self.run.schedule.steps or on_first_rank(lambda: self.files.file(number).exists()):
+            return
+        self._send_weights(stop)
+        if self.drawing is not None:
+            self._ahead.begin(number, partial(self._draw, number, step, self._policy(number)))
+
+    def _wait(self, stop: EarlyStop) -> None:
+        with stop.raising():
+            self._ahead.wait()
+
+    def _keep_ahead(self) -> None:
+        if drawn := self._ahead.wait():
+            self.files.write_drawn(*drawn)
+
+    def _send_weights(self, stop: EarlyStop) -> None:
+        engine = self.drawing.engine if self.drawing else None
+        send_weights(self.weights, engine, stop, draft=drafts(self.run, self.args))
 
     def _prompts_of(self, number: int, generation: Generation) -> list[Sample]:
         """Return the prompt of each completion of a generation."""
@@ -191,26 +245,30 @@ class Rollouts:
 
     def _policy(self, number: int) -> dict[str, str]:
         """Return the identity of the policy that draws a generation. This is the work of the first rank."""
+        before = number - 1 - self.files.lag  # the last one that the weights were trained on
         previous = self._generation
-        if self._number != number - 1:  # the first generation that a resumed run needs
-            previous = self.files.load_if_whole(number - 1)
+        if self._number != before:  # the first generation that a resumed run needs
+            previous = self.files.load_if_whole(before)
         policy = self.files.policy_after(previous)
         if self.drawing is not None and self.drawing.conversations is not None:
             policy["the files of tools or the rollout function"] = self.drawing.conversations.process.identity
         return policy
 
-    def _draw(self, number: int, step: int, stop: EarlyStop) -> Generation:
-        """Return a generation with scores. This is the work of the first rank."""
+    def _draw(self, number: int, step: int, policy: dict[str, str]) -> Generation:
+        """Return a generation with scores. This is the work of the first rank.
+
+        Args:
+            policy: identity of the policy that draws it.
+        """
         assert self.drawing is not None
-        args, settings = self.args, {**self.files.settings, NAME: self._policy(number)}
-        with stop.raising():
-            if args.dynamic_sample:
-                resampling = Resampling(self.drawing, self.prompts, args.max_resample_times)
-                generation = resampling.draw(number, step + 1, settings)
-            else:
-                prompts = self.prompts.of(self.prompts.rows(number))
-                generation = self.drawing.draw(prompts, number * len(prompts), settings)
-                generation = self.drawing.score(generation, prompts, step + 1)
+        args, settings = self.args, {**self.files.settings, NAME: policy}
+        if args.dynamic_sample:
+            resampling = Resampling(self.drawing, self.prompts, args.max_resample_times)
+            generation = resampling.draw(number, step + 1, settings)
+        else:
+            prompts = self.prompts.of(self.prompts.rows(number))
+            generation = self.drawing.draw(prompts, number * len(prompts), settings)
+            generation = self.drawing.score(generation, prompts, step + 1)
         if generation.figures.get("frac_reward_zero_std") == 1:
             logger.warning("step %d: rewards do not differ within any group, so all advantages are 0", step + 1)
         return generation

@@ -38,12 +38,14 @@ class GenerationFiles:
     Attributes:
         names: options that must be those of the run that drew the completions.
         steps: number of steps for which each generation is used.
+        lag: number of generations between the one that is trained on and the one that is drawn (--async_rollouts).
     """
 
     run: Run
     args: CompletionArgs
     names: Sequence[str]
     steps: int = 1
+    lag: int = 0
 
     @property
     def directory(self) -> Path:
@@ -116,7 +118,8 @@ class GenerationFiles:
         """Delete the oldest stored generations.
 
         A run that resumes from its newest checkpoint needs the generation of its next step, all later ones, and the one
-        before it, from which the identity of its policy follows.
+        before it, from which the identity of its policy follows. With --async_rollouts, the identity follows from the
+        one before that.
 
         Example: with checkpoint-10 and 4 steps per generation, step 11 trains on generation 2, counted from 0.
 
@@ -127,7 +130,7 @@ class GenerationFiles:
         if checkpoints := run_checkpoints(self.run.output_dir):
             done = int(checkpoints[-1].name.removeprefix("checkpoint-"))
         numbers = sorted(int(path.stem) for path in self.directory.glob("*.safetensors") if path.stem.isdigit())
-        num_unneeded = sum(number < done // self.steps for number in numbers) - 1
+        num_unneeded = sum(number < done // self.steps for number in numbers) - 1 - self.lag
         for number in numbers[: max(min(num_unneeded, len(numbers) - limit), 0)]:
             path = self.file(number)
             path.with_suffix(".jsonl").unlink(missing_ok=True)

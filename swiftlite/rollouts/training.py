@@ -154,7 +154,7 @@ def open_rollouts(run: Run) -> TrainBatches:
     assert isinstance(args, GrpoArgs)
     dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
     names = ("temperature", "max_completion_length", "num_generations")
-    files = GenerationFiles(run, args, names, args.steps_per_generation * args.num_iterations)
+    files = GenerationFiles(run, args, names, args.steps_per_generation * args.num_iterations, args.async_rollouts)
     with ExitStack() as stack:
         opened = _Opened(run, args, stack)
         if files.reads_only:
@@ -172,6 +172,7 @@ def open_rollouts(run: Run) -> TrainBatches:
     evaluate = rollouts.evaluate if rollouts.held_out else None
     return TrainBatches(
         rollouts.train,
+        get_state=rollouts.state,
         sources_of=rollouts.sources_of,
         evaluate=evaluate,
         release=rollouts.close,

@@ -163,6 +163,7 @@ COMMANDS = {
     "sft_2": Command(SFT, content_of_run, "--resume", processes=2),
     "sft_2_async": Command(f"{SFT} --async_save true", content_of_run, "--resume", processes=2),
     "grpo": Command(GRPO, content_of_rollouts, "--resume"),
+    "grpo_async": Command(f"{GRPO} --async_rollouts 1", content_of_rollouts, "--resume"),
     "grpo_talk": Command(f"{TALK} --rollout_func talk", content_of_rollouts, "--resume"),
     "export": Command("export --to_hf --model RUN --output_dir OUT/hf", content_of_files, keeps=True),
     "export_2": Command(

@@ -75,6 +75,33 @@ def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, numb
     assert GRPO.content(tmp_path) == unbroken
 
 
+@pytest.mark.parametrize(
+    ("function", "number"),
+    some_of(
+        [
+            ("Drawing.draw", 3),
+            ("write_generation", 2),
+            ("write_generation", 3),
+            ("Trainer.log", 2),
+            ("Checkpointer.save", 1),
+            ("Checkpointer.save", 2),
+        ],
+        ("Checkpointer.save", 2),
+    ),
+)
+def test_a_killed_run_that_draws_ahead_continues_as_if_it_was_not(words, function, number, tmp_path):
+    command = COMMANDS["grpo_async"]
+    for name in ("unbroken", "killed"):
+        (tmp_path / name).mkdir()
+    code, errors, _ = run(command, words, tmp_path / "unbroken")
+    assert code == 0, errors
+    code, errors, _ = run(command, words, tmp_path / "killed", signal_at=SignalAtCall(function, number))
+    assert code == -signal.SIGKILL, errors
+    code, errors, _ = run(command, words, tmp_path / "killed", is_again=True)
+    assert code == 0, errors
+    assert command.content(tmp_path / "killed") == command.content(tmp_path / "unbroken")
+
+
 @pytest.mark.parametrize("number", some_of([7, 15], 15))
 def test_a_run_that_is_killed_between_two_turns_draws_the_generation_again(words, number, tmp_path):
     """The first turns are not stored. Their random numbers are the same again."""

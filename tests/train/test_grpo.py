@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite import rules
-from swiftlite.args.commands import GrpoArgs
+from swiftlite.args.commands import ExportArgs, GrpoArgs
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.data.rows.prompt import COLUMNS
+from swiftlite.export.run import convert
 from swiftlite.rollouts.engine import engine_kwargs
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.training import open_rollouts
@@ -160,6 +161,8 @@ def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temp
     [
         pytest.param({"steps_per_generation": 2, "num_iterations": 2}, 2, marks=pytest.mark.slow),
         (DYNAMIC, 1),
+        ({"async_rollouts": 1, "lr": 0.01}, 2),
+        pytest.param({"async_rollouts": 1, "steps_per_generation": 2, "num_iterations": 2}, 2, marks=pytest.mark.slow),
         pytest.param({"eval_steps": 1}, 2, marks=pytest.mark.slow),
         pytest.param(
             {"teacher_kl_coef": 2.0, "num_iterations": 2, "reward_funcs": [], "reward_weights": []},
@@ -185,6 +188,22 @@ def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_p
     assert metrics(resumed) == metrics(whole)
     expected, found = weights(whole, mesh), weights(resumed, mesh)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_completions_are_drawn_with_the_weights_before_the_generation_before(options, mesh, tmp_path):
+    """With --async_rollouts, generations 0 and 1 have the policy of the model, generation 2 that after step 1."""
+    changed: dict[str, Any] = {"lr": 0.02, "lr_warmup_fraction": 0.0, "save_steps": 1}
+    run = train(options(async_rollouts=1, **changed), mesh)
+    generations = [Generation.load(run / "rollouts" / f"{number:06d}.safetensors") for number in range(3)]
+    still = train(options(output_dir=str(tmp_path / "still"), train_iters=2, lr=1e-12), mesh)
+    for number in range(2):
+        expected = Generation.load(still / "rollouts" / f"{number:06d}.safetensors")
+        assert generations[number].completions() == expected.completions()
+    convert(ExportArgs(to_hf=True, model=str(run / "checkpoint-1"), output_dir=str(tmp_path / "hf")), mesh)
+    np.testing.assert_allclose(generations[2].engine_log_p, hf_log_p(tmp_path / "hf", generations[2]), atol=2e-5)
+    first, *later = [line["rollout/importance_weight"] for line in metrics(run)]
+    assert first == pytest.approx(1, abs=1e-4)
+    assert all(abs(weight - 1) > 1e-3 for weight in later)
 
 
 def test_stored_rollouts_give_the_same_run(options, whole, mesh):

@@ -255,6 +255,14 @@ def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> It
         yield error.problem, error.hint
 
 
+def old_completions_are_corrected(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.async_rollouts and args.rollout_importance_sampling_mode == "none" and not args.rollouts_from:
+        yield (
+            "--async_rollouts 1 requires importance weights, but --rollout_importance_sampling_mode is none",
+            "use --rollout_importance_sampling_mode token_truncate",
+        )
+
+
 def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect."""
     no_rewards = (not reward_names_of(args), "--reward_funcs is not given")
@@ -289,7 +297,7 @@ _OF_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 _WITH_TABLES = ("wandb", "swanlab", "trackio")
 _OF_REWARDS = ("external_plugins", "advantage_estimator", "scale_rewards")
 _OF_DRAWING = ("reward_funcs", "reward_model", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
-_OF_DRAWING += ("max_resample_times", "draft_schedule")
+_OF_DRAWING += ("max_resample_times", "draft_schedule", "async_rollouts")
 
 RULES = (
     *sft.RULES,
@@ -297,6 +305,7 @@ RULES = (
     rewards_are_given,
     named_rewards_are_known,
     conversations_have_code,
+    old_completions_are_corrected,
     groups_fit_the_batch,
     rewards_can_be_compared,
     completions_leave_room,
