@@ -103,7 +103,8 @@ class Completion:
 
     def until(self, end: int) -> "Completion":
         """Return the first `end` tokens, as a completion that has stopped."""
-        log_p, depths = (None if each is None else each[:end] for each in (self.log_p, self.draft_depths))
+        log_p = None if self.log_p is None else self.log_p[:end]
+        depths = None if self.draft_depths is None else self.draft_depths[:end]
         return Completion(self.token_ids[:end], "stop", log_p, depths)
 
 

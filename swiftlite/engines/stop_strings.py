@@ -1,4 +1,4 @@
-"""End answers at texts. Engines generate tokens, and a text can begin and end within a token."""
+"""End answers at texts. Engines generate tokens; the first and the last token of a text can have more than the text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class StopStrings:
         Args:
             num_checked: number of first tokens that do not contain a text.
         """
-        # A token of the text has at least one byte of it. One more token has the rest of a character at the begin.
+        # A token of the text has at least one byte of it. One more token completes its first character.
         window = max(len(each.encode()) for each in self.strings) + 1
         for end in range(num_checked + 1, len(token_ids) + 1):
             tail = self.tokenizer.decode(token_ids[max(end - window, 0) : end], skip_special_tokens=False)

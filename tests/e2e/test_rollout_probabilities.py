@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 TEMPERATURE = 0.7
-FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 40, "repetition_penalty": 1.4}
+FILTERS: dict[str, Any] = {"top_p": 0.95, "top_k": 150, "repetition_penalty": 1.4}
 STOPS = ("ow", "<|im_end|>")
 TOLERANCE = 2e-5
 """Both compute in float32, with sums in different orders."""
@@ -95,7 +95,7 @@ def test_log_probabilities_are_those_of_the_trainer(num_drafts, schedule, vllm_h
         completions, counts = drawn[0]
         drafted = counts.drafted / sum(len(completion.token_ids) for completion in completions)
         assert drafted < 0.6 if schedule else drafted > 1
-        assert all(0.05 < each.accepted / each.drafted < 0.95 for _, each in drawn)
+        assert all(0.02 < each.accepted / each.drafted < 0.95 for _, each in drawn)
     check_cut(directory, whole, cut)
 
 

@@ -81,7 +81,6 @@ def test_a_killed_run_continues_as_if_it_was_not(words, unbroken, function, numb
         [
             ("Drawing.draw", 3),
             ("write_generation", 2),
-            ("write_generation", 3),
             ("Trainer.log", 2),
             ("Checkpointer.save", 1),
             ("Checkpointer.save", 2),

@@ -245,7 +245,7 @@ class TolerantTracker:
 
 
 class TolerantTableTracker(TolerantTracker):
-    """The same for a tracker that can show tables."""
+    """A `TolerantTracker` that can show tables."""
 
     def log_table(self, step: int, table: Table) -> None:
         self._try(lambda tracker: tracker.log_table(step, table) if isinstance(tracker, TableLogger) else None)

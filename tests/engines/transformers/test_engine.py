@@ -56,8 +56,8 @@ def test_a_text_ends_an_answer(trained, num_tokens):
     tokenizer = make_tiny_tokenizer()
     engine = start(directory, num_tokens)
     (whole,) = engine.generate(prompts[2:3], Sampling(12, log_p=True))
-    text = tokenizer.decode(whole.token_ids[4:6])[:-1]  # ends within a token, if it has several characters
-    ends = [end for end in range(1, 13) if text in tokenizer.decode(whole.token_ids[:end])]
+    text = str(tokenizer.decode(whole.token_ids[4:6]))[:-1]  # ends within a token, if it has several characters
+    ends = [end for end in range(1, 13) if text in str(tokenizer.decode(whole.token_ids[:end]))]
     stops = stop_strings(("not in the answer", text), tokenizer)
     (cut,) = engine.generate(prompts[2:3], Sampling(12, log_p=True, stop_strings=stops))
     assert cut.token_ids == whole.token_ids[: ends[0]]
