@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from swiftlite.args.bounds import describe, out_of_bounds
 from swiftlite.args.command_line import shell_line
-from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, RmArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, RmArgs, SftArgs
 from swiftlite.args.config import Problem, not_supported
 from swiftlite.args.data_file import (
     DATA_SUFFIXES,
@@ -106,7 +106,7 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
         if any(facts.directory.glob("*.bin")):
             hint = "convert the weights: load and save the model with transformers' save_pretrained"
         yield f"--model {facts.directory} has no *.safetensors file", hint
-    elif is_reward_model(facts.hf_config) and not isinstance(args, RmArgs | ExportArgs | DoctorArgs):
+    elif is_reward_model(facts.hf_config) and not isinstance(args, RmArgs | ExportArgs):
         problem = f"--model {args.model} is a reward model, which has no output layer for tokens"
         yield problem, "give the model that it was trained from, or use swiftlite megatron rm"
 
