@@ -28,6 +28,7 @@ from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.data.template_kwargs import impossible_names
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
+from swiftlite.families.reward_model import is_reward_model
 from swiftlite.hub.name import MODELSCOPE, dataset_name, model_name
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
@@ -105,6 +106,9 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
         if any(facts.directory.glob("*.bin")):
             hint = "convert the weights: load and save the model with transformers' save_pretrained"
         yield f"--model {facts.directory} has no *.safetensors file", hint
+    elif is_reward_model(facts.hf_config) and not isinstance(args, RmArgs | ExportArgs):
+        problem = f"--model {args.model} is a reward model, which has no output layer for tokens"
+        yield problem, "give the model that it was trained from, or use swiftlite megatron rm"
 
 
 def hf_model_is_described(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -162,13 +166,9 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
     if getattr(args, "drafter", None):  # `drafter_fits_the_model` reports it, and config.json does not declare it
         hf_config.pop(DRAFTER_KEY, None)
     try:
-        family = get_family(hf_config, facts.directory)
+        get_family(hf_config, facts.directory)
     except UserError as error:
         yield f"--model {args.model}: {error.problem}", error.hint
-        return
-    if family.is_reward_model and not isinstance(args, RmArgs):
-        problem = f"--model {args.model} is a reward model, which has no output layer for tokens"
-        yield problem, "give the model that it was trained from, or use swiftlite megatron rm"
 
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:
