@@ -226,6 +226,8 @@ KINDS: dict[str, Kind] = {
     "kto packed qwen3_moe": Kind(
         "qwen3_moe", f"{NEW_HEAD} --loss_type kto {{packed}}", command="dpo", rows="rated", exported="EP2"
     ),
+    "rm": device("dense", command="rm", rows="pairs"),
+    "rm packed, lora": device("dense", f"{{packed_pairs}} {LORA}", command="rm", rows="pairs"),
     "grpo": both(
         "dense",
         f"{SAMPLED} --padding_free true {{rollouts}} --teacher_model {{deeper}} --teacher_kl_coef 0.1",

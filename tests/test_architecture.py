@@ -106,8 +106,8 @@ def test_groups_are_handed_in():
 
 
 def test_what_answers_before_torch_needs_no_heavy_library():
-    """Excluded are the launcher process, and `hub/gguf.py`, which converts GGUF files."""
-    excluded = ("launch/elastic.py", "launch/nodes.py", "hub/gguf.py")
+    """Excluded are the launcher process, the conversion of GGUF files, and the process of reward models."""
+    excluded = ("launch/elastic.py", "launch/nodes.py", "hub/gguf.py", "rewards/classifier.py")
     files = [file for file in FILES if str(file).startswith(WITHOUT_TORCH) and str(file) not in excluded]
     heavy = ("torch", "transformers", "megatron", "vllm")
     assert importing(files, lambda name: name.split(".")[0] in heavy) == []

@@ -192,7 +192,9 @@ def trainee(
     with session(layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings"))) as mesh:
         family = index.get(hf_config)
         architecture = family.architecture(hf_config)
-        plan = make_plan(args, 1, Heads(0), this_machine(mesh.device.is_cuda), largest_head(architecture))
+        plan = make_plan(
+            args, 1, Heads(0), this_machine(mesh.device.is_cuda, mesh.device.capability), largest_head(architecture)
+        )
         drafting = family.mtp.drafting
         plan = replace(plan, heads=replace(plan.heads, drafting=drafting))
         trainable = trainable_of(args, plan.heads, plan.lora)

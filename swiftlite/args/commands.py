@@ -70,6 +70,25 @@ class DpoArgs(fields.PreferenceArgs, SftArgs):
     }
 
 
+_GENERATES_NOTHING = "a reward model generates no text, and has no MTP heads"
+
+
+@dataclass(frozen=True)
+class RmArgs(fields.RewardModelArgs, SftArgs):
+    """Train a reward model on pairs of answers, with the loss of Bradley and Terry."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "loss_scale": "an answer has one reward",
+        "sft_mock_dataset_config_json": "random tokens are not pairs",
+        "sequence_packing_scheduler": "it balances single sequences",
+        "mtp_tuner": _GENERATES_NOTHING,
+        **dict.fromkeys([each.name for each in fields_of(fields.MtpArgs)], _GENERATES_NOTHING),
+        **_ROWS_HAVE_NO_IMAGES,
+        **_ALL_ROWS_ARE_READ,
+        **dict.fromkeys(_TRUNK_IS_TRAINED, _GENERATES_NOTHING),
+    }
+
+
 _COMPLETIONS_ARE_DRAWN = {
     "sft_mock_dataset_config_json": "random tokens are not prompts",
     "mtp_graft_from": "train the grafted heads by megatron sft first",
@@ -297,6 +316,11 @@ class EvaluateArgs(
 @dataclass(frozen=True)
 class SpeedupArgs(fields.SpeedupOptions, fields.ModelArgs):
     """Make a model faster: train draft heads within a time budget, and measure what to draft at which load."""
+
+
+@dataclass(frozen=True)
+class AdaptArgs(fields.AdaptOptions, fields.ModelArgs):
+    """Train heads on the requests of a running server, and send it those that are better."""
 
 
 @dataclass(frozen=True)

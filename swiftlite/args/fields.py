@@ -267,6 +267,19 @@ class PreferenceArgs:
 
 
 @dataclass(frozen=True)
+class RewardModelArgs:
+    """Reward model"""
+
+    center_rewards_coefficient: bounds.NonNegativeFloat | None = None
+    """Weight of the squared sum of the rewards of both answers, such as 0.01, which keeps rewards near 0. Default: 0.
+    """
+    mtp_num_layers: bounds.MtpDepth | None = 0
+    """A reward model has no MTP heads."""
+    lora_modules_to_save: list[str] = field(default_factory=lambda: ["score"])
+    """Modules of the trunk that are trained in full: score, which must be among them, embed_tokens, norm, ..."""
+
+
+@dataclass(frozen=True)
 class ParallelLayout:
     """Parallel layout"""
 
@@ -372,10 +385,11 @@ class KernelArgs:
     """With --fp8_format or --fp4_format: number of first decoder layers that stay in bfloat16."""
     num_layers_at_end_in_bf16: bounds.NonNegativeInt = 1
     """With --fp8_format or --fp4_format: number of last decoder layers that stay in bfloat16."""
-    attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "te"] = "auto"
+    attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "cudnn", "te"] = "auto"
     """sdpa: torch's attention, one call per sequence. flash: one call per packed row, of flash-attn if it is installed,
     else of torch. flash3, flash4: torch's attention with the kernels of flash-attn 3 (Hopper) or 4 (Hopper, Blackwell),
-    which must be installed. te: Transformer Engine's. auto: flash on GPUs in bfloat16 if available, else sdpa."""
+    which must be installed. cudnn: cuDNN's for long sequences, otherwise like flash. te: Transformer Engine's. auto:
+    cudnn on Hopper GPUs, flash on others, in bfloat16 and if available; else sdpa."""
     deterministic_mode: bool = False
     """Use deterministic GPU kernels, which are slower: identical runs are bitwise identical. Operations without a
     deterministic kernel end the run. CPU runs are always deterministic."""
@@ -804,7 +818,55 @@ class SpeedupOptions:
 
 
 @dataclass(frozen=True)
-class GenerationArgs:
+class AdaptOptions:
+    """Adaptation"""
+
+    server: str = ""
+    """Address of a vLLM server that runs --model with its heads, started by swiftlite deploy --live_weights
+    --log_requests FILE, such as http://127.0.0.1:8000. Its API key is read from VLLM_API_KEY."""
+    request_log: str = ""
+    """File of the server's --log_requests."""
+    output_dir: str = ""
+    """Directory for heads, measurements and decisions; the same command resumes from it."""
+    min_rows: bounds.PositiveInt = 128
+    """Number of new conversations with which a round of training begins."""
+    max_rows: bounds.PositiveInt = 2000
+    """Maximum number of conversations for training, the newest ones."""
+    rounds: bounds.PositiveInt | None = None
+    """Number of rounds. Default: until Ctrl-C."""
+    num_train_epochs: bounds.PositiveInt = 2
+    """Passes over the conversations of a round."""
+    lr: bounds.PositiveFloat = 3e-4
+    """Peak learning rate of the heads."""
+    max_length: bounds.Length = 1024
+    """Maximum length of a conversation in tokens; longer ones are not trained."""
+    poll_seconds: bounds.PositiveFloat = 15.0
+    """Seconds between two looks at the log and the server."""
+
+
+@dataclass(frozen=True)
+class SamplingArgs:
+    """Sampling"""
+
+    top_p: bounds.PositiveFraction = 1.0
+    """Nucleus sampling: sample from the smallest set of tokens with this total probability."""
+    top_k: bounds.NonNegativeInt = 0
+    """Sample from this number of most likely tokens. 0: all tokens."""
+    min_p: bounds.Fraction = 0.0
+    """Sample from the tokens with at least this share of the probability of the most likely one."""
+    repetition_penalty: Annotated[float, Interval(gt=0, le=2)] = 1.0
+    """Above 1, tokens of the prompt and of the text so far become less likely: positive logits are divided by this
+    number, negative ones are multiplied by it. Also applies to greedy decoding."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end an answer, which includes the text."""
+
+
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
+"""Options of `SamplingArgs` that change the distribution of the next token."""
+
+
+@dataclass(frozen=True)
+class GenerationArgs(SamplingArgs):
     """Generation"""
 
     max_new_tokens: bounds.PositiveInt = 256
@@ -812,8 +874,6 @@ class GenerationArgs:
     temperature: bounds.NonNegativeFloat = 0.0
     """0 is greedy. Above 0 tokens are sampled, and with --speculative drafts as well; the output keeps the trunk's
     distribution. SGLang on a CPU supports speculation only at temperature 0."""
-    top_p: bounds.PositiveFraction = 1.0
-    """Nucleus sampling: sample from the smallest set of tokens with this total probability."""
     max_batch_size: bounds.PositiveInt = 32
     """Maximum number of prompts that the engine processes at once."""
     max_model_len: bounds.Length | None = None

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from swiftlite.args import bounds
-from swiftlite.args.fields import LrDecayStyle
+from swiftlite.args.fields import LrDecayStyle, SamplingArgs
 
-PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo", "sapo"]
+PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 MismatchMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-AdvantageEstimator = Literal["grpo", "rloo"]
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus"]
 RewardScale = Literal["group", "batch", "none"]
 
 
@@ -19,8 +19,9 @@ class PolicyArgs:
 
     loss_type: PolicyLoss = "dapo"
     """How token losses are averaged, by TRL's names. dapo: over the tokens of the batch. grpo: over the tokens of each
-    completion, then over completions. dr_grpo: over completions, divided by --max_completion_length. cispo: like dapo,
-    with clipped importance weights instead of clipped losses. sapo: like grpo, with a smooth gate instead of clips."""
+    completion, then over completions. dr_grpo: over completions, divided by --max_completion_length. bnpo: over the
+    tokens of each micro-batch, then over micro-batches. cispo: like dapo, with clipped importance weights instead of
+    clipped losses. sapo: like grpo, with a smooth gate instead of clips."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
     """token: a probability ratio for each token. sequence: one ratio for each completion (GSPO)."""
     epsilon: bounds.ProperFraction = 0.2
@@ -38,6 +39,8 @@ class PolicyArgs:
     overlong_filter: bool = False
     """Do not train on completions that reach --max_completion_length (TRL: mask_truncated_completions). Their rewards
     still count in the advantages of their group."""
+    entropy_coef: bounds.NonNegativeFloat = 0.0
+    """Weight of the mean entropy of the policy's distributions, which is increased (TRL)."""
     beta: bounds.NonNegativeFloat = 0.0
     """Weight of the KL divergence from --ref_model."""
     use_bias_correction_kl: bool = True
@@ -69,7 +72,10 @@ class RewardArgs:
     """Reward functions: names of the library (accuracy, format, length, json_schema, code) or of functions in
     --external_plugins. The rewards of a completion are added."""
     reward_weights: list[float] = field(default_factory=list)
-    """Weight of each reward function. Default: 1."""
+    """Weight of each reward function, then of each reward model. Default: 1."""
+    reward_model: list[str] = field(default_factory=list)
+    """Directories of reward models, from megatron rm or other classifiers with one label in transformers' format: their
+    scores are added to the rewards. Each has its own tokenizer and chat template."""
     external_plugins: list[str] = field(default_factory=list)
     """Python files with reward functions, which run in a child process."""
     reward_timeout: bounds.PositiveFloat = 60.0
@@ -82,16 +88,18 @@ class RewardArgs:
     """With the reward length: number of tokens before --max_completion_length over which the reward falls from 0 to -1.
     Default: a fifth of --max_completion_length."""
     num_generations: bounds.PositiveInt = 8
-    """Number of completions per prompt, whose rewards are compared; 1 is possible without --reward_funcs."""
+    """Number of completions per prompt, whose rewards are compared; 1 is possible without rewards."""
     advantage_estimator: AdvantageEstimator = "grpo"
-    """grpo: reward minus the mean of the group. rloo: reward minus the mean of the other completions of the group."""
+    """grpo: reward minus the mean of the group. rloo: reward minus the mean of the other completions of the group.
+    reinforce_plus_plus: as grpo, but --scale_rewards batch is the standard deviation of advantages instead of rewards
+    (REINFORCE++ baseline)."""
     scale_rewards: RewardScale | None = None
     """Divide advantages by the standard deviation of the group, of the batch, or not at all. Default: group; with rloo
-    none."""
+    none, with reinforce_plus_plus batch."""
 
 
 @dataclass(frozen=True)
-class CompletionArgs:
+class CompletionArgs(SamplingArgs):
     """Rollouts"""
 
     infer_backend: str = "transformers"

@@ -35,6 +35,7 @@ class Row:
             source model had another dtype.
         is_frozen: whether the parameter is only held, without being computed or trained. New MTP heads always copy it
             from the trunk.
+        can_be_new: whether the parameter is random if the files do not contain its HF tensors.
     """
 
     mcore: str
@@ -44,6 +45,7 @@ class Row:
     mcore_copies: tuple[str, ...] = ()
     is_exact: bool = False
     is_frozen: bool = False
+    can_be_new: bool = False
 
     def hf_shapes(self) -> dict[str, Shape]:
         """Return the shapes of the row's HF tensors by name, including copies."""

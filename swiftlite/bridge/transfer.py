@@ -162,7 +162,9 @@ def _report(
     initialized: dict[str, str] = {
         name: "copy_last_layer" if borrowed[name].is_frozen else mtp_init for name in bound if name in borrowed
     }
-    initialized |= {shard.name: mtp_init for shard in shards if shard.name in sources.not_read}
+    drawn = {row.mcore for row in sources.drawn}
+    for name in [shard.name for shard in shards if shard.name in sources.not_read]:
+        initialized[name] = "random" if name in drawn else mtp_init
     # Every parameter has exactly one source: none keeps the values with which megatron-core constructed it.
     assert len(loaded) + len(initialized) == len(shards)
     return WeightsReport(loaded, initialized, tuple(sources.dropped), carried)
@@ -234,7 +236,7 @@ class _Sources:
     Attributes:
         read: rows whose HF tensors are read.
         borrowed: rows of head parameters that are initialized from HF tensors that `read` claims.
-        drawn: rows of head parameters whose HF tensors are drawn at random.
+        drawn: rows of parameters whose HF tensors are drawn at random.
         fills: functions that fill head parameters without HF tensors, by Megatron name.
         grafted: names of head parameters that `graft_heads` fills.
         dropped: HF keys that are not needed (of heads that were not requested, of buffers derived from the config).
@@ -260,6 +262,9 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
         return _Sources(family.rows(hf_config, depth), dropped=derived)
     trunk = family.rows(hf_config, 0)
     dropped = derived + mtp_keys(checkpoint.entries, family, hf_config)
+    new = [row for row in trunk if row.can_be_new and checkpoint.entries.keys().isdisjoint(row.hf)]
+    if new:  # a model with such parameters has no heads
+        return _Sources([row for row in trunk if row not in new], drawn=new, dropped=dropped)
     if mtp_init in ("copy_last_layer", "fit_last_layer"):
         borrowed = fresh_heads.copied_rows(family, hf_config, depth)
         fills = fresh_heads.pass_through(depth, family.norm_start)

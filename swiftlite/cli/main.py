@@ -31,6 +31,7 @@ from swiftlite.cli.parse import parse
 from swiftlite.cli.planned import planned_command, separate
 from swiftlite.cli.table import Command, commands, find
 from swiftlite.launch import failure, start
+from swiftlite.plan.cost.gpus import gpu_named
 from swiftlite.plan.facts import read_facts, read_hf_config
 from swiftlite.plan.kernels import this_machine
 from swiftlite.plan.run import make_schedule, plan_of, render
@@ -266,7 +267,9 @@ def _log(notes: list[str], command: Command, processes: start.Processes) -> None
 
 
 def _dry_run(args: SftArgs, world_size: int, processes: start.Processes) -> str:
-    facts = read_facts(args, world_size, this_machine(sees_gpu()))
+    gpus = [gpu for gpu in map(gpu_named, gpu_models()) if gpu]
+    capability = gpus[0].capability if gpus else 0.0
+    facts = read_facts(args, world_size, this_machine(sees_gpu(), capability))
     plan = plan_of(args, facts)
     schedule = None
     if not args.packing and (num_rows := _count_rows(args.dataset)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftlite.args.commands import (
+    AdaptArgs,
     BenchArgs,
     DeployArgs,
     DoctorArgs,
@@ -68,6 +69,13 @@ def commands() -> tuple[Command, ...]:
 OTHERS = (
     Command(
         "speedup", SpeedupArgs, "swiftlite.improve.speedup.command:run", "train draft heads within a time budget", False
+    ),
+    Command(
+        "adapt",
+        AdaptArgs,
+        "swiftlite.improve.adapt.command:run",
+        "keep a server's draft heads up to date with its requests",
+        False,
     ),
     Command("export", ExportArgs, "swiftlite.export.run:run", "convert a run to a Hugging Face model, or back", True),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate with MTP drafts and count accepted ones", False),

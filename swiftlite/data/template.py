@@ -72,6 +72,18 @@ def load_tokenizer(
     return tokenizer
 
 
+def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that pads the rows of a reward model: as in TRL the tokenizer's pad token, else its eos token.
+
+    Raises:
+        UserError: the tokenizer has neither.
+    """
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token_id, int):
+            return token_id
+    raise UserError("the tokenizer has no pad token and no eos token", "set pad_token in tokenizer_config.json")
+
+
 def _set_variables(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
     """Set variables of a tokenizer's chat template. Some tokenizers have several templates, by name."""
     given = tokenizer.chat_template

@@ -10,11 +10,12 @@ from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.args.fields import WeightTransport
+from swiftlite.args.fields import SamplingArgs, WeightTransport
 from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.ngram import Ngrams
+from swiftlite.engines.stop_strings import StopStrings
 from swiftlite.families.resolved import HfModel
 
 FinishReason = Literal["stop", "length"]
@@ -36,6 +37,10 @@ class Sampling:
         numbers: one number per prompt, which together with `seed` determines the prompt's random numbers. Default: 0,
             1, 2, ... If only a part of a list of prompts is completed, pass each prompt's index in the whole list, so
             that its answer stays the same.
+        top_k: sample from this number of most likely tokens; 0: from all.
+        min_p: sample from tokens with at least this share of the probability of the most likely one.
+        repetition_penalty: makes tokens of the prompt and of the answer so far less likely, also in greedy decoding.
+        stop_strings: texts that end a completion; the completion includes them.
     """
 
     max_new_tokens: int
@@ -46,6 +51,10 @@ class Sampling:
     numbers: tuple[int, ...] = ()
     draft_confidence: float = 0.0
     log_p: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_strings: StopStrings | None = None
 
     def seed_of(self, place: int) -> int:
         """Return the seed of the prompt with index `place` in the call. Equal prompts have different seeds."""
@@ -53,6 +62,23 @@ class Sampling:
         if self.numbers:
             number = self.numbers[place]
         return self.seed + number
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the last of these tokens ends a completion."""
+        if token_ids[-1] in self.stop_token_ids:
+            return True
+        stops = self.stop_strings
+        return stops is not None and stops.end(token_ids, len(token_ids) - 1) is not None
+
+
+def filters_of(args: SamplingArgs | Sampling) -> dict[str, Any]:
+    """Return the settings that change the distribution of the next token, by name: those in `FILTERS`."""
+    return {
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+    }
 
 
 @dataclass(frozen=True)
@@ -64,7 +90,7 @@ class Completion:
         finish_reason: "length" if the completion was truncated at max_new_tokens or the maximum sequence length, else
             "stop".
         log_p: log-probability of each token under the distribution that it was sampled from (with temperature and
-            top_p), if `Sampling.log_p` requested it; else None.
+            filters), if `Sampling.log_p` requested it; else None.
         draft_depths: for each token, its position in the drafts of its step, counted from 1, if it is an accepted
             draft, and 0 if the trunk generated it. None if the engine does not report this.
     """
@@ -74,6 +100,11 @@ class Completion:
     log_p: list[float] | None = None
     # Not compared: answers with the same tokens are equal.
     draft_depths: list[int] | None = field(default=None, compare=False)
+
+    def until(self, end: int) -> "Completion":
+        """Return the first `end` tokens, as a completion that has stopped."""
+        log_p, depths = (None if each is None else each[:end] for each in (self.log_p, self.draft_depths))
+        return Completion(self.token_ids[:end], "stop", log_p, depths)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ class EngineInfo:
         takes_draft_confidence: whether the engine supports `Sampling.draft_confidence`.
         draws_rollouts: whether the adapter accepts new weights (`train.live_weights.Receiver`) and reports the
             log-probabilities of sampled tokens, for `megatron grpo`.
+        sampling_options: options of `SamplingArgs` that the adapter supports.
+        sampling_options_without_drafts: those of them that it supports only without drafts.
+        filters_log_p: whether reported log-probabilities are those after all filters, such as top-p.
         takes_draft_schedule: whether the adapter supports `EngineConfig.draft_schedule`.
         server_takes_draft_schedule: whether the server supports --draft_schedule.
         joins_ngrams: whether the adapter and the server support drafts from the text (`ngram.py`) as well.
@@ -116,6 +119,9 @@ class EngineInfo:
     takes_draft_confidence: bool = False
     serves_adapters: bool = False
     draws_rollouts: bool = False
+    sampling_options: tuple[str, ...] = ("top_p", "top_k", "min_p", "repetition_penalty", "stop_strings")
+    sampling_options_without_drafts: tuple[str, ...] = ()
+    filters_log_p: bool = True
     takes_draft_schedule: bool = False
     server_takes_draft_schedule: bool = True
     joins_ngrams: bool = False

@@ -61,7 +61,8 @@ def write(
         for bucket in stream_hf(chunks, hf_model.family, hf_model.config, "heads"):
             head_tensors |= bucket
     if dist.get_rank() == 0:
-        write_adapter(directory, lora, base, trunk_tensors, saved)
+        task_type = "SEQ_CLS" if hf_model.family.is_reward_model else "CAUSAL_LM"
+        write_adapter(directory, lora, base, trunk_tensors, saved, task_type)
         if heads.layers:
             write_heads(directory, base, head_tensors, heads, hf_model.config["model_type"])
 

@@ -12,6 +12,7 @@ from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.layer import Attention, Layer, Sublayer
 from swiftlite.families.rank import Rank
+from swiftlite.families.reward_model import SCORE
 from swiftlite.families.tower import Tower
 
 
@@ -38,6 +39,7 @@ class Outside:
             attention and its MLP must each be those of a trunk layer, but not necessarily of the same one.
         heads_share_final_norm: whether the output norm of MTP heads is the trunk's final norm.
         heads_have_output_layers: whether each MTP head has an output layer of its own; otherwise all use the trunk's.
+        has_score: whether the output layer computes one number, as in a reward model.
         hf_layers: prefix of the Hugging Face names of decoder layers, followed by a number and a dot.
     """
 
@@ -59,10 +61,15 @@ class Outside:
     head_layer: Layer | None = None
     heads_share_final_norm: bool = False
     heads_have_output_layers: bool = False
+    has_score: bool = False
 
     def local_vocab(self, rank: Rank) -> int:
         """Return the number of rows of the embedding on a rank, including padding."""
         return -(-self.vocab // rank.tp)
+
+    def local_outputs(self, rank: Rank) -> int:
+        """Return the number of rows of the output layer on a rank, including padding."""
+        return 1 if self.has_score else self.local_vocab(rank)
 
     def rows(self) -> list[Row]:
         """Return the bridge rows (`bridge/rows.py`) of embedding, final norm and, unless the embedding is tied, the
@@ -70,6 +77,9 @@ class Outside:
         matrix = (self.vocab, self.hidden)
         embedding = Row("embedding.word_embeddings.weight", {self.hf_embedding: matrix}, PadEnd())
         final_norm = Row("decoder.final_layernorm.weight", {self.hf_final_norm: (self.hidden,)})
+        if self.has_score:
+            score = Row("output_layer.weight", {SCORE: (1, self.hidden)}, can_be_new=True)
+            return [embedding, final_norm, score]
         output_layer = Row("output_layer.weight", {self.hf_output_layer: matrix}, PadEnd())
         if not self.is_tied:
             return [embedding, final_norm, output_layer]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.drafter import Drafter
 from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.layer import Layer
+from swiftlite.families.reward_model import reward_keys
 from swiftlite.families.serving.convention import Serving
 from swiftlite.families.tower import Tower
 from swiftlite.families.vision import VisionTower
@@ -77,6 +79,7 @@ class Family:
         norm_start: initial weight of norms: 1, or 0 if norms multiply by 1 + weight.
         numbers_by_layer: lowest and highest number in lists of config.json with a number for each layer, by key.
         serving: how engines run the family.
+        is_reward_model: whether the output layer computes one number (`families/reward_model.py`).
         tiny: settings of a tiny model in addition to the sizes of all families, for tests and scripts.
     """
 
@@ -93,6 +96,7 @@ class Family:
     renamed: "Family | None" = None
     numbers_by_layer: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     serving: Serving = field(default_factory=Serving)
+    is_reward_model: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def with_images(self, hf_config: HfConfig) -> "Family":
@@ -106,6 +110,10 @@ class Family:
             raise UserError(problem, "use dataset rows without images, or a vision-language model")
         hf_prefix = self.vision(hf_config).hf_prefix
         return replace(self, tower=self.vision, language_model=(*self.language_model, hf_prefix))
+
+    def as_reward_model(self) -> "Family":
+        """Return the family of reward models with this trunk."""
+        return replace(self, outside=partial(_with_score, self.outside), is_reward_model=True)
 
     def architecture(self, hf_config: HfConfig) -> Architecture:
         """Return the architecture without calling `check`; unsupported settings are ignored."""
@@ -164,8 +172,9 @@ class Family:
         return rows
 
     def config_with(self, hf_config: HfConfig, heads: Heads) -> dict[str, Any]:
-        """Return the change of a config.json that makes it declare these heads."""
-        return heads.config_change(hf_config) | DRAFTERS[heads.kind].config(self, hf_config, heads.layers)
+        """Return the change of a config.json that makes it declare these heads and, if it is one, a reward model."""
+        of_heads = heads.config_change(hf_config) | DRAFTERS[heads.kind].config(self, hf_config, heads.layers)
+        return of_heads | reward_keys(hf_config)
 
     def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
         """Return the number (from 0) of the head, or layer of another drafter, that an HF key belongs to; None for
@@ -191,13 +200,17 @@ class Family:
         return bool(self.language_model) and not hf_key.startswith(self.language_model)
 
     def is_derived(self, hf_key: str) -> bool:
-        """Return whether an HF tensor contains values that are derived from the config.
+        """Return whether an HF tensor is neither read nor written.
 
-        Such a tensor is neither read nor written.
-
-        For example, old Llama files contain the rotary frequencies.
+        Its values are derived from the config, such as the rotary frequencies in old Llama files; or it is the output
+        layer of the model that a reward model starts from.
         """
-        return hf_key.endswith(".rotary_emb.inv_freq")
+        return hf_key.endswith(".rotary_emb.inv_freq") or (self.is_reward_model and hf_key == "lm_head.weight")
+
+
+def _with_score(outside: Callable[[HfConfig], Outside], hf_config: HfConfig) -> Outside:
+    """Return the modules outside of the layers, with an output layer that computes one number."""
+    return replace(outside(hf_config), is_tied=False, has_score=True)
 
 
 def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:

@@ -41,6 +41,7 @@ from swiftlite.families.models.seed_oss import SEED_OSS
 from swiftlite.families.models.smollm3 import SMOLLM3
 from swiftlite.families.models.step3p5 import STEP3P5
 from swiftlite.families.rank import Rank
+from swiftlite.families.reward_model import is_reward_model
 from swiftlite.families.values import rope_problems, value_problems
 from swiftlite.families.vision import channels_of
 
@@ -91,7 +92,7 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     Raises:
         UserError: the model_type is unknown, or a setting that changes the computation is not supported.
     """
-    family = _find(hf_config)
+    family = find(hf_config)
     if family is None:
         where = Path(hf_dir or ".") / "config.json"
         raise UserError(
@@ -129,7 +130,7 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
     Raises:
         UserError: the model_type is unknown, or a size is missing.
     """
-    family = _find(hf_config)
+    family = find(hf_config)
     if family is None:
         problem = f"model_type {hf_config.get('model_type')!r}: its memory is unknown"
         raise UserError(problem, f"known: {', '.join(FAMILIES)}")
@@ -147,7 +148,7 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
     declares a drafter that the model cannot have. One rule or the family reports this problem, and all other rules
     ignore it.
     """
-    family = _find(hf_config)
+    family = find(hf_config)
     if family is None or value_problems(hf_config, family.numbers_by_layer):
         return None
     architecture = _countable(family, hf_config)
@@ -174,14 +175,18 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
 
 def impossible_values(hf_config: HfConfig) -> list[str]:
     """Return a problem (one line) for every invalid value in the config.json of a known family."""
-    family = _find(hf_config)
+    family = find(hf_config)
     if family is None:
         return []
     return value_problems(hf_config, family.numbers_by_layer)
 
 
-def _find(hf_config: HfConfig) -> Family | None:
-    return FAMILIES.get(str(hf_config.get("model_type")))
+def find(hf_config: HfConfig) -> Family | None:
+    """Return the family of a config.json that was not checked; None if it is unknown."""
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    if family is not None and is_reward_model(hf_config):
+        return family.as_reward_model()
+    return family
 
 
 _SIZES_OF_IMAGES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
@@ -192,7 +197,7 @@ def image_sizes(hf_config: HfConfig) -> ImageSizes | None:
 
     All families with a vision tower divide images, and count positions, in the same way (`data/image_inputs.py`).
     """
-    family = _find(hf_config)
+    family = find(hf_config)
     vision, image_token_id = hf_config.get("vision_config"), hf_config.get("image_token_id")
     if family is None or family.vision is None or not isinstance(vision, dict) or image_token_id is None:
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swiftlite.args.commands import RmArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import MTP, Heads, kind_of
 from swiftlite.bridge.encoding.quantization import Quantization
@@ -14,6 +15,7 @@ from swiftlite.bridge.hf_config import HEADS_FILE, read_config
 from swiftlite.families.drafters import with_drafter
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
+from swiftlite.families.reward_model import as_reward_model
 from swiftlite.families.serving import stock
 from swiftlite.families.tower import Tower
 from swiftlite.hub.model import local_model
@@ -112,8 +114,12 @@ def resolve(name: str | Path) -> HfModel:
 
 def resolve_options(args: Any) -> dict[str, HfModel]:
     """Resolve every model that a command's options name; return the models by option name. That of --model declares
-    the drafter of --drafter."""
+    the drafter of --drafter; of `megatron rm`, it is a reward model."""
     models = {option: resolve(name) for option, name in models_in(args).items()}
+    if isinstance(args, RmArgs):
+        model = models["model"]
+        config = as_reward_model(model.config)
+        models["model"] = replace(model, config=config, family=get(config, model.directory))
     if getattr(args, "drafter", None):
         model = models["model"]
         models["model"] = replace(model, config=with_drafter(model.config, args.drafter))

@@ -35,6 +35,17 @@ def describe_files(args: DpoArgs) -> Lines:
     return [("reference/", "log probabilities of the answers under the reference model; a resumed run reads them")]
 
 
+FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+FIGURES += ("logps/chosen", "logps/rejected")
+"""Metrics that are means over pairs, by TRL's names."""
+
+
+def evaluated_of_pairs(args: DpoArgs) -> tuple[str, ...]:
+    """Return the names of the metrics of held-out pairs."""
+    imitates = args.loss_type == "orpo" or (args.loss_type == "simpo" and args.cpo_alpha > 0)
+    return (*FIGURES, "nll_loss") if imitates else FIGURES
+
+
 DPO = Method(
     name="dpo",
     words="megatron dpo",
@@ -46,6 +57,7 @@ DPO = Method(
     describe_files=describe_files,
     applies=lambda args: args.loss_type != "kto",
     lr=1e-6,  # as in TRL
+    evaluated=evaluated_of_pairs,
     sequences_per_sample=2,
     imitates_rows=False,
 )
@@ -56,5 +68,6 @@ KTO = replace(
     rules="swiftlite.rules.training.kto",
     describe=describe_single_answers,
     applies=lambda args: args.loss_type == "kto",
+    evaluated=lambda args: ("kl", *(name for name in FIGURES if name != "rewards/accuracies")),
     sequences_per_sample=1,
 )

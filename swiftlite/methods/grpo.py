@@ -14,8 +14,8 @@ def describe(args: GrpoArgs) -> Lines:
     ]
     if args.rollouts_from:
         lines[1:] = [("completions", f"stored in {args.rollouts_from}")]
-    elif args.reward_funcs:
-        lines.insert(1, ("rewards", " + ".join(args.reward_funcs)))
+    elif rewards := [*args.reward_funcs, *args.reward_model]:
+        lines.insert(1, ("rewards", " + ".join(rewards)))
     if args.tools or args.rollout_func:
         lines.append(("conversations", f"{args.tools or args.rollout_func}, at most {args.max_turns} answers"))
     if args.teacher_model:
@@ -41,6 +41,20 @@ def _steps_of(args: GrpoArgs) -> int:
     return args.steps_per_generation * args.num_iterations
 
 
+def evaluated(args: GrpoArgs) -> list[str]:
+    """Return the names of the metrics of an evaluation, see `rollouts/held_out.py`."""
+    names = [f"completions/{each}_length" for each in ("mean", "min", "max")]
+    names += [f"completions/{each}_terminated_length" for each in ("mean", "min", "max")]
+    names.append("completions/clipped_ratio")
+    if args.reward_funcs:
+        names = ["reward", "reward_std", "rewards/failures", "rewards/unscored", *names]
+    for function in args.reward_funcs:
+        names += [f"rewards/{function}/mean", f"rewards/{function}/std"]
+    if args.teacher_model:
+        names.append("teacher_kl")
+    return names
+
+
 GRPO = Method(
     name="grpo",
     words="megatron grpo",
@@ -53,6 +67,7 @@ GRPO = Method(
     lr=1e-6,  # as in TRL
     evaluates=lambda args: not args.rollouts_from,
     evaluates_rows=False,
+    evaluated=evaluated,
     imitates_rows=False,
     detaches_heads=True,
     temperature=lambda args: args.temperature,

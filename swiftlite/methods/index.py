@@ -10,6 +10,7 @@ from swiftlite.methods.gkd import GKD
 from swiftlite.methods.grpo import GRPO
 from swiftlite.methods.method import Method
 from swiftlite.methods.pt import PT
+from swiftlite.methods.rm import RM
 from swiftlite.methods.sft import SFT
 
 METHODS: dict[str, Method] = {
@@ -17,6 +18,7 @@ METHODS: dict[str, Method] = {
     "pt": PT,
     "dpo": DPO,
     "kto": KTO,
+    "rm": RM,
     "grpo": GRPO,
     "gkd": GKD,
 }

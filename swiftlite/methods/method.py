@@ -5,7 +5,7 @@ a method by name. Functions and classes that require torch are strings "module:a
 starts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -58,6 +58,7 @@ class Method:
         evaluates: whether held-out rows are evaluated during training, from the options. Otherwise, they are only
             prompts for acceptance.json.
         evaluates_rows: whether held-out rows have a loss. Otherwise, they are prompts, whose completions are evaluated.
+        evaluated: returns the names of the metrics of held-out rows, without those of the heads, from the options.
         imitates_rows: whether the model and its heads learn to generate the rows. Otherwise, `export --draft_vocab`
             does not count the rows' tokens, and heads alone cannot be trained on the rows.
         splits_long_rows: whether a row longer than --max_length can be split into several samples.
@@ -79,6 +80,7 @@ class Method:
     rows_per_prompt: Callable[[Any], int] = once
     evaluates: Callable[[Any], bool] = always
     evaluates_rows: bool = True
+    evaluated: Callable[[Any], Sequence[str]] = lambda args: ("loss",)
     imitates_rows: bool = True
     splits_long_rows: bool = False
 

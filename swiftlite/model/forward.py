@@ -36,6 +36,7 @@ def forward_step_of(
     balance: Balance | None = None,
     *,
     with_entropy: bool = False,
+    trains_entropy: bool = False,
 ) -> ForwardStep:
     """Return the forward step that runs each micro-batch through the model.
 
@@ -44,11 +45,13 @@ def forward_step_of(
             statistics.
         balance: load balance of the global batch; without it routers have no load-balancing loss.
         with_entropy: whether the trunk's losses have the entropy of its distributions.
+        trains_entropy: whether this entropy has a gradient.
     """
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
         batch = next(batches)
-        output = model(ModelInputs.of(batch, balance), Target.of(batch, with_entropy=with_entropy))
+        target = Target.of(batch, with_entropy=with_entropy, trains_entropy=trains_entropy)
+        output = model(ModelInputs.of(batch, balance), target)
         return output, lambda losses: compute(losses, batch)
 
     return forward_step

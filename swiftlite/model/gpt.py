@@ -5,9 +5,9 @@
     forward_mtp           states, tokens       -> one tensor of states per MTP depth
     forward_postprocess   all states           -> losses if there is a target, otherwise logits
 
-`forward` calls them in this order. With pipeline parallelism, each rank runs its part of the layers and sends the
-hidden states to the next rank as one tensor (`stage_states.py`). Decoding with a cache calls the same methods from
-`decode.py`.
+A reward model has `scores` instead of the last one. `forward` calls them in this order. With pipeline parallelism, each
+rank runs its part of the layers and sends the hidden states to the next rank as one tensor (`stage_states.py`).
+Decoding with a cache calls the same methods from `decode.py`.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
 tensor-parallel rank, D MTP depth, N positions with a label, T positions of whole rows, R rotary channels.
@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.base.errors import UserError
@@ -50,7 +51,7 @@ from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.layers.tensor_parallel import AddsGradients, ColumnParallelLinear, VocabParallelEmbedding
 from swiftlite.model.loss.balance import RoutedTokens, routed_tokens
-from swiftlite.model.loss.chunked_loss import LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
+from swiftlite.model.loss.chunked_loss import EntropyTarget, LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
 from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.stage_states import StageStates
@@ -136,6 +137,10 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self.embedding_multiplier = _embedding_multiplier(outside, config.params_dtype)
         self.logits_divisor = outside.logits_divisor
         self.heads_have_output_layers = outside.heads_have_output_layers and self.heads.kind == MTP
+        self.has_score = outside.has_score
+        if self.has_score and self.post_process:  # the whole matrix on each tensor-parallel rank: it has one row
+            self.output_layer = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            self.output_layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.rotary_pos_emb = rotary_pos_emb
         self.tower, self.sent_outputs, self.features = stage.tower, stage.sent_outputs, stage.features
         block_class = TransformerBlock if settings.holds_layers else StreamedBlock
@@ -183,7 +188,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
             trunk: `trunk_output` of these inputs, if it was already computed; not supported with pipeline parallelism.
 
         Returns:
-            Losses if there is a target, otherwise Logits; with `is_teacher`, the states at positions with a label.
+            Losses if there is a target, otherwise Logits; with `is_teacher`, the states at positions with a label; of a
+            reward model the scores [B, S].
             Before the last pipeline stage: the states for the next stage, as one tensor (`StageStates.to_wire`), and
             outputs of the tower (`SentOutputs`).
 
@@ -198,6 +204,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
             states = self._states(inputs, tower_outputs, trunk)
         if not self.post_process:
             return self.sent_outputs.append(states.to_wire(), tower_outputs)
+        if self.has_score:
+            return self.scores(states.trunk_SBH)
         if target is None:
             return self.forward_postprocess(states)
         if self.is_teacher:
@@ -513,7 +521,11 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if main is None:
             with self._frozen():
                 main = self._cross_entropy(
-                    states.trunk_SBH, labels[0], share_BS=weights[0], with_entropy=target.with_entropy
+                    states.trunk_SBH,
+                    labels[0],
+                    share_BS=weights[0],
+                    with_entropy=target.with_entropy,
+                    trains_entropy=target.trains_entropy,
                 )
         if self.heads.has_joint_weights:  # they depend on the losses
             weights = [None] * len(labels)
@@ -527,6 +539,12 @@ class GPTModel(AddsGradients, McoreGPTModel):
                 for depth, (hidden_SBH, labels_BS, share_BS) in heads
             ],
         )
+
+    def scores(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """Return the score [B, S] of a reward model at each position of the row, the same on all tensor-parallel
+        ranks.
+        """
+        return self.output_layer(self.whole_sequence(hidden_SBH)).squeeze(-1).T
 
     def logits(self, hidden_SBH: torch.Tensor, own: "ColumnParallelLinear | None" = None) -> torch.Tensor:
         """Return logits [S, B, V] for this rank's part of the vocabulary, not divided by `logits_divisor`.
@@ -556,6 +574,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         *,
         share_BS: torch.Tensor | None = None,
         with_entropy: bool = False,
+        trains_entropy: bool = False,
     ) -> TokenLoss:
         """Return the cross-entropy with the labels.
 
@@ -563,10 +582,14 @@ class GPTModel(AddsGradients, McoreGPTModel):
             output: output layer; default: that of the trunk.
             share_BS: weight of each label in the loss, if it is known.
             with_entropy: whether to compute the entropy of each distribution as well.
+            trains_entropy: whether to compute it with a gradient, which requires all logits a second time.
         """
         selected = select(labels_BS, hidden_SBH.device)
         states_NH = self._at_temperature(self._selected_states(hidden_SBH, selected))
         output, tp = output or self.trunk_output_matrix(), self.pg_collection.tp
+        if trains_entropy:
+            plain = self._cross_entropy(hidden_SBH, labels_BS, output, share_BS=share_BS)
+            return replace(plain, entropy_BS=self._chunked(states_NH, output, EntropyTarget(), selected, None).loss_BS)
         if self.loss_in_chunks:
             entropy_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_entropy else None
             target = LabelTarget(selected.label_N, entropy_N)
@@ -577,7 +600,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self,
         states_NH: torch.Tensor,
         output: "OutputMatrix",
-        target: LabelTarget | TrunkTarget | TeacherTarget,
+        target: LabelTarget | EntropyTarget | TrunkTarget | TeacherTarget,
         selected: Selected,
         share_BS: torch.Tensor | None,
     ) -> TokenLoss:

@@ -87,6 +87,7 @@ class Target:
         teacher: predictions of a teacher at the positions with a label, from which the trunk learns instead of the
             labels; for the last pipeline stage.
         with_entropy: whether the trunk's losses have the entropy of its distributions.
+        trains_entropy: whether this entropy has a gradient.
         weights: for the trunk and each depth, the weight [B, S] of each target in the loss; None if weights depend on
             losses.
     """
@@ -95,6 +96,7 @@ class Target:
     mtp_labels: Sequence[torch.Tensor] | torch.Tensor | None = None
     teacher: TeacherTarget | None = None
     with_entropy: bool = False
+    trains_entropy: bool = False
     weights: Sequence[torch.Tensor] | None = None
 
     @classmethod
@@ -104,10 +106,11 @@ class Target:
         teacher: TeacherTarget | None = None,
         *,
         with_entropy: bool = False,
+        trains_entropy: bool = False,
         weights: Sequence[torch.Tensor] | None = None,
     ) -> "Target":
         """Return the target of a micro-batch."""
-        return cls(batch.labels_KBS[0], batch.labels_KBS[1:], teacher, with_entropy, weights)
+        return cls(batch.labels_KBS[0], batch.labels_KBS[1:], teacher, with_entropy, trains_entropy, weights)
 
     def of_depths(self, num_drafts: int, cu_seqlens: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the labels [B, S] of the trunk and of each depth."""

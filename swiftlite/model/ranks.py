@@ -36,17 +36,25 @@ def broadcast_from_first_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor
     return tensor
 
 
-def all_reduce_sum(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh) -> torch.Tensor:
+def all_reduce_sum(
+    parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh, num_maxima: int = 0
+) -> torch.Tensor:
     """Sum the statistics of the micro-batches of all ranks; return the sum on the CPU of every rank.
 
     Args:
         parts: statistics of this rank's micro-batches on the last pipeline stage; empty on other stages.
         shape: shape of one micro-batch's statistics.
+        num_maxima: number of the last entries along the first axis whose maximum is returned instead of the sum.
     """
     sums = torch.zeros(shape, dtype=torch.float64, device=mesh.device.torch_device)
+    maxima = torch.full_like(sums[len(sums) - num_maxima :], -torch.inf)
     for part in parts:
         sums += part
+        maxima = maxima.maximum(part[len(part) - num_maxima :])
     dist.all_reduce(sums, group=mesh.dp_cp)
+    if num_maxima:
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.dp_cp)
+        sums[-num_maxima:] = maxima
     return broadcast_from_last_stage(sums, mesh).cpu()
 
 

@@ -44,7 +44,7 @@ from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
-from swiftlite.model.layers.norm import SharedNorm
+from swiftlite.model.layers.norm import DeferredRMSNorm, FusedRMSNorm, SharedNorm
 from swiftlite.model.layers.output_norms import OutputNormsLayer
 from swiftlite.model.layers.router import BiasedSoftmaxRouter, Float32Router, MoELayer, TopKRouter
 from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU, limited_swiglu
@@ -59,6 +59,8 @@ LOCAL = modules_of(Kernels())
 
 def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> ModuleSpec:
     q_norm = k_norm = modules.norm if attention.qk_norm else IdentityOp
+    if q_norm is FusedRMSNorm and attention.rotary > 0 and not attention.rope_interleave:
+        q_norm = k_norm = DeferredRMSNorm
     if attention.qk_norm_is_joint:
         q_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.heads})
         k_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.groups})

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, PlannedRun
+from swiftlite.args.commands import DoctorArgs, ExportArgs, PlannedRun, RmArgs
 from swiftlite.args.config import near
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
@@ -20,6 +20,7 @@ from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.drafters import with_drafter
 from swiftlite.families.index import known_architecture
+from swiftlite.families.reward_model import as_reward_model
 from swiftlite.hub.commits import read_commits
 from swiftlite.hub.model import description_of, is_gguf
 from swiftlite.hub.name import model_name, models_in
@@ -36,7 +37,8 @@ class Facts:
     world_size: int
     """Number of processes of the run."""
     hf_config: dict[str, Any]
-    """The model's config.json, with the drafter of --drafter; empty if it is missing, which another rule reports."""
+    """The model's config.json, with the drafter of --drafter; for megatron rm, that of a reward model; empty if it is
+    missing, which another rule reports."""
     directory: Path = Path()
     """Directory of the model's small files; not used without --model."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -104,6 +106,8 @@ def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> 
     if not is_of_run:
         directory = _directory_of("model", args.model)
     hf_config = with_drafter(read_hf_config(config_directory(directory)), getattr(args, "drafter", None))
+    if isinstance(args, RmArgs):
+        hf_config = as_reward_model(hf_config)
     return Facts(world_size, hf_config, directory, names, machine)
 
 

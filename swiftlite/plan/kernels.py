@@ -28,6 +28,10 @@ CHUNK = 4096
 the whole float32 gradient of the output matrix."""
 LARGEST_HEAD = 256
 """Maximum channels per head of packed kernels."""
+LARGEST_CUDNN_HEAD = 128
+"""Maximum channels per head for which cuDNN has a backward pass on all GPUs since Ampere."""
+HOPPER = 9.0
+"""Compute capability of the GPUs on which cuDNN's attention is about twice as fast as FlashAttention 2."""
 _WORDS = {
     "sdpa": "torch's scaled_dot_product_attention, one call per sequence",
     "flash_attn": "flash-attn for packed rows, torch's scaled_dot_product_attention for padded ones",
@@ -50,6 +54,7 @@ class Kernels:
         low_precision: precision of Transformer Engine's products; None for the model's precision.
         is_deterministic: whether kernels are deterministic on GPUs as well.
         flash_impl: implementation that torch's attention calls; None: the implementation included in torch.
+        prefers_cudnn: whether torch's attention asks cuDNN first for long causal sequences.
     """
 
     transformer_impl: TransformerImpl = "local"
@@ -59,6 +64,7 @@ class Kernels:
     low_precision: LowPrecision | None = None
     is_deterministic: bool = False
     flash_impl: FlashImpl | None = None
+    prefers_cudnn: bool = False
 
     @property
     def described(self) -> dict[str, str]:
@@ -74,6 +80,8 @@ class Kernels:
             described["layers"] = "Transformer Engine"
         if self.flash_impl:
             described["attention"] += f", with {_PACKAGES[self.flash_impl]}"
+        if self.prefers_cudnn:
+            described["attention"] += "; long sequences with cuDNN"
         if self.is_fused:
             described["fused"] = "RMSNorm, SwiGLU, loss in chunks"
         if self.has_grouped_experts:
@@ -86,27 +94,32 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Machine:
-    """The capabilities of a machine."""
+    """The capabilities of a machine.
+
+    Attributes:
+        capability: compute capability of its GPUs; 0 if unknown.
+    """
 
     is_cuda: bool = False
     has_transformer_engine: bool = False
     packed_kernel: PackedKernel | None = None
     flash_impls: tuple[FlashImpl, ...] = ()
+    capability: float = 0.0
 
 
 PLANNED_MACHINE = Machine(True, has_transformer_engine=True, packed_kernel="torch_varlen", flash_impls=("FA3", "FA4"))
 """The machine that `doctor --plan` assumes."""
 
 
-def this_machine(is_cuda: bool) -> Machine:
-    """Return the capabilities of this machine without importing packages."""
+def this_machine(is_cuda: bool, capability: float = 0.0) -> Machine:
+    """Return the capabilities of this machine without importing packages. The arguments are those of `Machine`."""
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     kernel: PackedKernel | None = None
     if _torch_has("varlen.py", "window_size"):
         kernel = "torch_varlen"
     if _has_file("flash_attn", "flash_attn_interface.py"):
         kernel = "flash_attn"
-    return Machine(is_cuda, has_transformer_engine, kernel, tuple(_flash_impls()))
+    return Machine(is_cuda, has_transformer_engine, kernel, tuple(_flash_impls()), capability)
 
 
 def _flash_impls() -> Iterator[FlashImpl]:
@@ -165,7 +178,7 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
         attention = "te"
     elif flash_impl:
         attention = "torch_varlen"
-    elif args.attention_backend in ("auto", "flash"):
+    elif args.attention_backend in ("auto", "flash", "cudnn"):
         attention = _packed_kernel(args, machine, is_float32, head) or "sdpa"
     is_fused = machine.is_cuda and args.fused_kernels == "auto"
     is_grouped = is_fused and (args.transformer_impl == "transformer_engine" or not is_float32)  # torch's: 16 bits
@@ -177,7 +190,16 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
         low_precision=low_precision_of(args),
         is_deterministic=args.deterministic_mode,
         flash_impl=flash_impl,
+        prefers_cudnn=_prefers_cudnn(args, machine, is_float32, head),
     )
+
+
+def _prefers_cudnn(args: KernelArgs, machine: Machine, is_float32: bool, head: int) -> bool:
+    if args.attention_backend == "cudnn":
+        return True
+    is_hopper = machine.is_cuda and machine.capability == HOPPER
+    is_supported = not is_float32 and 0 < head <= LARGEST_CUDNN_HEAD and not args.deterministic_mode
+    return args.attention_backend == "auto" and args.fused_kernels == "auto" and is_hopper and is_supported
 
 
 def _packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool, head: int) -> PackedKernel | None:
@@ -203,6 +225,21 @@ def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, hea
     yield from precision_problems(args, is_float32)
     if args.attention_backend in ("flash", *_IMPLS):
         yield from _without_packed_kernel(args, machine, is_float32, head)
+    if args.attention_backend == "cudnn":
+        yield from _without_cudnn(args, machine, is_float32, head)
+
+
+def _without_cudnn(args: KernelArgs, machine: Machine, is_float32: bool, head: int) -> Iterator[Problem]:
+    """Yield problems if cuDNN computes no attention of this run."""
+    flag, other = "--attention_backend cudnn", "use --attention_backend sdpa"
+    if not machine.is_cuda:
+        yield f"{flag} requires an NVIDIA GPU, and torch finds none", other
+    if is_float32:
+        yield f"{flag} does not support --torch_dtype float32", other
+    if head > LARGEST_CUDNN_HEAD:
+        yield f"{flag} supports up to {LARGEST_CUDNN_HEAD} channels per head, but this model has {head}", other
+    if args.deterministic_mode:
+        yield f"{flag} is not deterministic", "remove --deterministic_mode, or use --attention_backend sdpa"
 
 
 def _without_packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool, head: int) -> Iterator[Problem]:

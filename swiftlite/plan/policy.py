@@ -16,6 +16,7 @@ class Policy:
         teacher_kl_coef: weight of the teacher in the advantages; 0 without a teacher.
         corrects_kl: whether the KL divergence is multiplied by the probability ratio.
         sapo_temperatures: steepness of the gate of sapo for positive and for other advantages.
+        entropy_coef: weight of the mean entropy, which is subtracted from the loss.
         delta: additional upper bound for the ratio where the advantage is negative; None: no bound.
         mismatch_mode: correction for the difference between the probabilities of trainer and engine.
         mismatch_threshold: bound C of this correction.
@@ -27,6 +28,7 @@ class Policy:
     clip_high: float = 1.2
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
     delta: float | None = None
+    entropy_coef: float = 0.0
     beta: float = 0.0
     corrects_kl: bool = True
     teacher_kl_coef: float = 0.0
@@ -57,6 +59,7 @@ def policy_of(args: SftArgs) -> Policy:
         clip_high=epsilon_high if args.loss_type == "cispo" else 1 + epsilon_high,
         sapo_temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),
         delta=args.delta,
+        entropy_coef=args.entropy_coef,
         beta=args.beta,
         corrects_kl=args.use_bias_correction_kl,
         teacher_kl_coef=args.teacher_kl_coef if args.teacher_model else 0.0,

@@ -1,21 +1,29 @@
 """Compute the advantages of completions from their rewards, with numpy.
 
-A group consists of the completions of one prompt. The formulas are those of TRL's GRPOTrainer and RLOOTrainer:
+A group consists of the completions of one prompt. The formulas are those of TRL's GRPOTrainer and RLOOTrainer,
+the last estimator is that of ms-swift:
 
-    grpo    A = R - mean of the group
-    rloo    A = R - mean of the other completions of the group
-    scale   group: A / (std of the group + 1e-4); batch: A / (std of the batch + 1e-4); none: A
+    grpo                  A = R - mean of the group
+    rloo                  A = R - mean of the other completions of the group
+    reinforce_plus_plus   A = R - mean of the group
+    scale                 group: A / (std of the group + 1e-4); batch: A / (std of the batch + 1e-4); none: A
 
-The standard deviations have n - 1 in the denominator. Computation is in float64.
+With reinforce_plus_plus, the std of the batch is that of the A's instead of the rewards (REINFORCE++ baseline,
+arXiv 2501.03262): the differences between groups do not count. The standard deviations have n - 1 in the denominator.
+Computation is in float64.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from swiftlite.args.rl_fields import AdvantageEstimator, RewardScale
+
 STD_EPSILON = 1e-4
+SCALES: Mapping[AdvantageEstimator, RewardScale] = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+"""Defaults of --scale_rewards by estimator."""
 FLAT_STD = 1e-8
 """Largest standard deviation of a group whose rewards count as equal; the default tolerance of `torch.isclose`."""
 
@@ -27,14 +35,13 @@ class AdvantageSettings:
     Attributes:
         num_generations: completions per group.
         estimator: baseline that is subtracted from a reward, see the module's docstring.
-        scale: standard deviation by which the difference is divided, for both estimators. TRL's `rloo` corresponds to
-            `none`.
+        scale: standard deviation by which the difference is divided. TRL's `rloo` corresponds to `none`.
         weights: weight of each reward function; 1 for each function if empty.
     """
 
     num_generations: int
-    estimator: Literal["grpo", "rloo"] = "grpo"
-    scale: Literal["group", "batch", "none"] = "group"
+    estimator: AdvantageEstimator = "grpo"
+    scale: RewardScale = "group"
     weights: tuple[float, ...] = ()
 
 
@@ -48,6 +55,7 @@ class RewardStatistics:
         frac_reward_zero_std: fraction of groups in which all advantages are 0, because all rewards are equal or fewer
             than two completions have a reward.
         function_means: mean reward per function, without its weight.
+        function_stds: standard deviation of these rewards per function.
         function_unscored: number of completions per function that the function did not score.
         num_unscored: number of completions that no function scored.
     """
@@ -56,6 +64,7 @@ class RewardStatistics:
     std: float
     frac_reward_zero_std: float
     function_means: tuple[float, ...]
+    function_stds: tuple[float, ...]
     function_unscored: tuple[int, ...]
     num_unscored: int
 
@@ -96,8 +105,13 @@ def compute_advantages(scores: ArrayLike, settings: AdvantageSettings) -> Advant
     advantages = deviation
     if settings.estimator == "rloo":  # R - (sum - R) / (n - 1)
         advantages = deviation * count / np.maximum(count - 1, 1)
-    if settings.scale != "none":
-        advantages = advantages / ((batch_std if settings.scale == "batch" else std) + STD_EPSILON)
+    if settings.scale == "group":
+        advantages = advantages / (std + STD_EPSILON)
+    elif settings.scale == "batch":
+        scale = batch_std
+        if settings.estimator == "reinforce_plus_plus":
+            scale = float(_centered(np.where(np.isnan(grouped), np.nan, advantages).reshape(1, -1))[2][0, 0])
+        advantages = advantages / (scale + STD_EPSILON)
 
     is_flat = (std <= FLAT_STD)[:, 0]
     statistics = RewardStatistics(
@@ -105,6 +119,7 @@ def compute_advantages(scores: ArrayLike, settings: AdvantageSettings) -> Advant
         std=batch_std,
         frac_reward_zero_std=float(is_flat.mean()),
         function_means=tuple(_mean(column) for column in scores.T),
+        function_stds=tuple(_centered(scores.T)[2][:, 0].tolist()),
         function_unscored=tuple(int(number) for number in (~is_scored).sum(axis=0)),
         num_unscored=int(np.isnan(rewards).sum()),
     )

@@ -10,7 +10,8 @@ lines of JSON:
     parent  {"batch": {"prompts", "prompt_texts", "completions", "completion_ids", "step", a column, ...}}
     child   {"received": true}
     parent  {"call": [indices of functions]}                                    for the last batch
-    child   {"index", "scores"}, or {"index", "failure", "traceback"}           for each function, when it has returned
+    child   {"index", "scores", "metrics": [[name, value], ...]}, or {"index", "failure", "traceback"}
+                                                                                for each function, when it has returned
 
 If a function exceeds the time limit, faulthandler writes the traceback and ends this process, even if the function is
 in a C library.
@@ -32,6 +33,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from swiftlite.base.errors import UserError, clip
@@ -142,29 +144,38 @@ class _RewardServer(Server):
         self.send({"rewards": [asdict(reward.info) for reward in self.rewards]})
         return True
 
-    def _arguments(self, reward: LoadedReward) -> dict[str, Any]:
+    def _arguments(self, reward: LoadedReward, metrics: list[tuple[str, float]]) -> dict[str, Any]:
+        """Return the arguments of a call.
+
+        Args:
+            metrics: the list to which `log_metric` appends.
+        """
         arguments = {name: marshal.loads(value) for name, value in reward.arguments(self.batch).items()}
         if "completions" in arguments:
-            arguments["completions"] = list(map(Completion, arguments["completions"]))
-        return arguments
+            form = _message if reward.info.takes_messages else Completion
+            arguments["completions"] = list(map(form, arguments["completions"]))
+        state = SimpleNamespace(global_step=marshal.loads(self.batch["step"]) - 1)
+        return arguments | reward.arguments({"trainer_state": state, "log_metric": partial(_log_metric, metrics)})
 
     def _call(self, index: int, reward: LoadedReward) -> None:
+        metrics: list[tuple[str, float]] = []
         try:
-            values = reward.function(**self._arguments(reward))
+            values = reward.function(**self._arguments(reward, metrics))
             scores = _scores(values, self.num_completions)
         except BaseException as error:  # also sys.exit()
             self.send(_failure(index, error))
         else:
-            self.send({"index": index, "scores": scores})
+            self.send({"index": index, "scores": scores, "metrics": metrics})
 
     async def _gather(self, coroutines: Sequence[tuple[int, LoadedReward]]) -> None:
         await asyncio.gather(*(self._await(index, reward) for index, reward in coroutines))
 
     async def _await(self, index: int, reward: LoadedReward) -> None:
         clock = asyncio.timeout(self.settings.timeout)
+        metrics: list[tuple[str, float]] = []
         try:
             async with clock:
-                values = await reward.function(**self._arguments(reward))
+                values = await reward.function(**self._arguments(reward, metrics))
             scores = _scores(values, self.num_completions)
         except BaseException as error:
             failure = _failure(index, error)
@@ -172,7 +183,23 @@ class _RewardServer(Server):
                 failure["failure"] = late(self.settings.timeout) + " (--reward_timeout)"
             self.send(failure)
         else:
-            self.send({"index": index, "scores": scores})
+            self.send({"index": index, "scores": scores, "metrics": metrics})
+
+
+def _message(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def _log_metric(metrics: list[tuple[str, float]], name: str, value: float) -> None:
+    """Append a value of a metric, which can be a tensor or a number of numpy.
+
+    Raises:
+        _InvalidScores: it has no name, or is not a finite number.
+    """
+    if not isinstance(name, str) or not math.isfinite(number := float(value)):
+        given = f"log_metric({clip(repr(name), 80)}, {clip(repr(value), 80)})"
+        raise _InvalidScores(f"called {given}, which is not a name with a finite number")
+    metrics.append((name, number))
 
 
 def late(seconds: float) -> str:

@@ -8,10 +8,13 @@ ones that its signature accepts:
     completions             texts of the completions
     completion_ids          token ids of each completion
     step                    number of the optimizer step
+    trainer_state           an object with TRL's `global_step`, the number of completed steps
+    log_metric              function (name, value) that adds a value to a metric, which is the mean of its values
     any other name          the column of the dataset with this name
 
-All except `step` are lists with one element per completion. A completion is a text; as in TRL,
-`completion[0]["content"]` is the text, too. The function returns one number or None per completion.
+All except the last three arguments with a name are lists with one element per completion. A completion is a text; as in
+TRL, `completion[0]["content"]` is the text, too. With an annotation such as `completions: list[list[dict]]`, a
+completion is a list with one message, as TRL passes it. The function returns one number or None per completion.
 """
 
 import importlib.util
@@ -31,8 +34,11 @@ from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.settings import RewardSettings
 
 ARGUMENTS = ("prompts", "prompt_texts", "completions", "completion_ids", "step")
-OF_TRL = ("trainer_state", "log_extra", "log_metric")
-"""Arguments of TRL 1.16 that depend on its trainer. They are not columns, so they are not reported as missing ones."""
+MADE = ("trainer_state", "log_metric")
+"""Arguments that the process of the functions makes, with TRL's names."""
+NOT_COLUMNS = (*ARGUMENTS, *MADE)
+OF_TRL = ("log_extra", "environments")
+"""Other arguments of TRL 1.16. They are not columns, so they are not reported as missing ones."""
 
 
 class Completion(str):
@@ -66,6 +72,7 @@ class RewardInfo:
         takes_all: whether the function also accepts every other name.
         columns: groups of columns of the dataset. The function requires at least one column of each group.
         seconds: time limit of each completion that the function enforces itself; 0 if it has none.
+        takes_messages: whether a completion is passed as a list with one message instead of a text.
     """
 
     name: str
@@ -75,6 +82,7 @@ class RewardInfo:
     takes_all: bool
     columns: Sequence[Sequence[str]]
     seconds: float = 0.0
+    takes_messages: bool = False
 
     def time_limit(self, timeout: float, num_completions: int) -> float:
         """Return the seconds of a call. If the function limits each completion, the last ones have theirs, too."""
@@ -104,12 +112,19 @@ def load_rewards(
     Raises:
         UserError: a name is unknown or given twice, a file cannot be imported, or a function cannot be used.
     """
+    num_functions = len(names) - len(settings.reward_models)
     sources = list(map(read_plugin, plugins)) if sources is None else sources
     modules = list(map(import_plugin, plugins, sources))
     rewards = []
     for position, name in enumerate(names):
         if name in names[:position]:
             raise UserError(f"--reward_funcs {name} is given twice", "name each function once", exit_code=2)
+        if position >= num_functions:
+            from swiftlite.rewards.classifier import load_model  # imports torch and transformers
+
+            directory = settings.reward_models[position - num_functions]
+            rewards.append(describe(name, load_model(settings, directory), directory))
+            continue
         found = [(path, module) for path, module in zip(plugins, modules, strict=True) if name in _functions(module)]
         if len(found) > 1:
             problem = f"--reward_funcs {name}: both {found[0][0]} and {found[1][0]} define this function"
@@ -189,7 +204,7 @@ def describe(
     source: str,
     optional: Collection[str] = (),
     option: str = "--reward_funcs",
-    own: Sequence[str] = ARGUMENTS,
+    own: Sequence[str] = NOT_COLUMNS,
 ) -> LoadedReward:
     """Read the arguments of a function from its signature.
 
@@ -202,7 +217,7 @@ def describe(
     Raises:
         UserError: the function is a class, or cannot be called with keyword arguments.
     """
-    usage = f"def {name}({'completions' if own is ARGUMENTS else ', '.join(own)}, **columns)"
+    usage = f"def {name}({'completions' if own is NOT_COLUMNS else ', '.join(own)}, **columns)"
     if inspect.isclass(function):
         problem = f"{option} {name}: {name} in {source} is a class"
         raise UserError(problem, f"define a function: {usage}", exit_code=2)
@@ -234,8 +249,14 @@ def describe(
         named=named,
         takes_all=takes_all,
         columns=(tuple(optional),) if optional else tuple(columns),
+        takes_messages=any(item.name == "completions" and _is_list_of_lists(item.annotation) for item in parameters),
     )
     return LoadedReward(info, function)
+
+
+def _is_list_of_lists(annotation: Any) -> bool:
+    """Return whether an annotation, which can be a text, is a list of lists."""
+    return inspect.formatannotation(annotation).replace("typing.", "").strip("'\"").lower().startswith("list[list")
 
 
 def _unknown(name: str, plugins: Sequence[Path], modules: Sequence[ModuleType]) -> UserError:

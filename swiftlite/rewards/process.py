@@ -15,14 +15,16 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
-from swiftlite.rewards.load import ARGUMENTS, RewardInfo, read_plugin
+from swiftlite.rewards.load import ARGUMENTS, NOT_COLUMNS, RewardInfo, read_plugin
+from swiftlite.rewards.models import identity_of
 from swiftlite.rewards.settings import RewardSettings
 
 FAILURES_TO_END = 3
@@ -44,10 +46,12 @@ class Scored:
     Attributes:
         rewards: for each function, the score of each completion; None where it did not score one or failed.
         failures: one line for each function that failed, and for a child that ended between calls.
+        metrics: the mean of the values that functions logged for each name.
     """
 
     rewards: list[Scores]
     failures: list[str]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ class RewardProcess:
     this thread to the child as the end of the parent.
 
     Args:
-        names: names of functions, in the order of the results.
+        names: names of functions and then of reward models, in the order of the results.
         plugins: the user's files (`--external_plugins`).
-        settings: the time limit of a call and the settings of named functions.
+        settings: the time limit of a call, the settings of named functions, and the directories of reward models.
 
     Attributes:
         rewards: descriptions of the functions, known when the context is entered.
@@ -88,20 +92,27 @@ class RewardProcess:
         self.rewards: list[RewardInfo] = []
         self._child: Child | None = None
         self._last_failures: list[list[Failure]] = [[] for _ in names]
+        self._logged: dict[str, list[float]] = {}
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Names, settings and digests of files that scores depend on, as JSON values. The modules that the files import
-        are not included."""
+        """Names, settings and digests of files and models that scores depend on, as JSON values. The modules that the
+        files import are not included."""
         files = [hashlib.sha256(source).hexdigest() for source in self._sources]
         settings = asdict(self.settings)
-        del settings["timeout"]
-        return {"names": list(self.names), "files": files, **settings}
+        del settings["timeout"], settings["reward_models"], settings["trust_remote_code"]
+        models = {"models": self._models} if self._models else {}  # absent in generations of earlier releases
+        return {"names": list(self.names), "files": files, **settings, **models}
 
     @cached_property
     def _sources(self) -> list[bytes]:
         """Contents of the user's files, read once: a child that replaces another one executes the same code."""
         return [read_plugin(Path(path)) for path in self.plugins]
+
+    @cached_property
+    def _models(self) -> list[str]:
+        """Digests of the reward models."""
+        return list(map(identity_of, self.settings.reward_models))
 
     def __enter__(self) -> "RewardProcess":
         """Start the child, which loads the functions. Without functions there is no child.
@@ -131,7 +142,7 @@ class RewardProcess:
             UserError: a column is missing, cannot be passed, or has the name of another argument.
         """
         for reward in self.rewards:
-            check_columns(f"--reward_funcs {reward.name}", reward, ARGUMENTS, columns, flag, omitted or {})
+            check_columns(f"--reward_funcs {reward.name}", reward, NOT_COLUMNS, columns, flag, omitted or {})
 
     def score(
         self,
@@ -155,7 +166,8 @@ class RewardProcess:
         Raises:
             UserError: a required column is missing, or a function failed in this and the two previous calls.
         """
-        failures = []
+        failures: list[str] = []
+        self._logged = {}
         self._open().has_batch = False
         self.check_columns(columns)
         given = {
@@ -190,7 +202,7 @@ class RewardProcess:
                 self._last_failures[index].clear()
                 rewards.append(result)
         self._check_failures()
-        return Scored(rewards, failures)
+        return Scored(rewards, failures, {name: fmean(values) for name, values in self._logged.items()})
 
     def _call(self, group: Sequence[int], batch: bytes, number: int) -> dict[int, Scores | Failure]:
         """Call the functions with these indices for a number of completions.
@@ -206,6 +218,8 @@ class RewardProcess:
                 answer = child.receive(seconds + ASYNC_PATIENCE + PATIENCE)
                 failure = Failure(answer.get("failure", ""), answer.get("traceback", ""))
                 results[answer["index"]] = answer.get("scores", failure)
+                for name, value in answer.get("metrics", ()):
+                    self._logged.setdefault(name, []).append(value)
         except (OSError, ValueError, KeyError) as error:
             end = self._end_child(error, late(self.settings.timeout) + " (--reward_timeout)")
             missing = [index for index in group if index not in results]

@@ -1,6 +1,8 @@
-"""Define the settings of the named reward functions."""
+"""Define the settings of reward functions and reward models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ class RewardSettings:
         allow_code: whether `code` may run Python that the model wrote.
         code_timeout: seconds that the tests of one completion may take, for `code`.
         answer_timeout: seconds that the comparison of one answer may take, for `accuracy` and `json_schema`.
+        reward_models: directories of reward models, which follow the functions.
+        trust_remote_code: whether Python files in these directories may be executed.
     """
 
     timeout: float = 60.0
@@ -27,6 +31,8 @@ class RewardSettings:
     allow_code: bool = False
     code_timeout: float = 5.0
     answer_timeout: float = 5.0
+    reward_models: Sequence[str] = ()
+    trust_remote_code: bool = False
 
 
 def reward_settings_of(args: "GrpoArgs") -> RewardSettings:
@@ -36,4 +42,17 @@ def reward_settings_of(args: "GrpoArgs") -> RewardSettings:
         max_completion_length=args.max_completion_length,
         soft_cache_length=args.soft_cache_length,
         allow_code=args.allow_code_rewards,
+        reward_models=tuple(args.reward_model),
+        trust_remote_code=args.trust_remote_code,
     )
+
+
+def reward_names_of(args: "GrpoArgs") -> list[str]:
+    """Return the names of the reward functions and then of the reward models, which are the last parts of their
+    directories."""
+    return [*args.reward_funcs, *map(name_of, args.reward_model)]
+
+
+def name_of(reward_model: str) -> str:
+    """Return the name of a reward model in metrics: the last part of its directory."""
+    return Path(reward_model).expanduser().absolute().name

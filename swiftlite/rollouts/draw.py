@@ -92,6 +92,7 @@ class Drawing:
         for failure in scored.failures:
             logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
         scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
+        generation = replace(generation, figures={**generation.figures, **scored.metrics})
         scores[generation.generated_lengths == 0] = np.nan
         return self.rated(replace(generation, scores=scores), len(scored.failures))
 
@@ -205,22 +206,25 @@ def reward_figures(found: Advantages, names: Sequence[str], num_failures: int) -
     num_completions = len(found.rewards)
     if statistics.num_unscored < num_completions:
         figures |= {"reward": statistics.mean, "reward_std": statistics.std}
-    for name, mean, unscored in zip(names, statistics.function_means, statistics.function_unscored, strict=True):
+    of_functions = (statistics.function_means, statistics.function_stds, statistics.function_unscored)
+    for name, mean, std, unscored in zip(names, *of_functions, strict=True):
         if unscored < num_completions:
-            figures[f"rewards/{name}/mean"] = mean
+            figures |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
     return figures
 
 
 def completion_figures(lengths: np.ndarray, is_truncated: np.ndarray, counts: DraftCounts) -> dict[str, float]:
-    """Return the metrics of completions and drafts.
+    """Return the metrics of completions, with TRL's names, and of drafts.
 
     Args:
         lengths: numbers of generated tokens.
     """
-    figures = {
-        "completions/mean_length": float(np.mean(lengths)),
-        "completions/clipped_ratio": float(np.mean(is_truncated)),
-    }
+    figures = {"completions/clipped_ratio": float(np.mean(is_truncated))}
+    terminated = lengths[~is_truncated] if not is_truncated.all() else np.zeros(1)
+    for suffix, of in (("length", lengths), ("terminated_length", terminated)):
+        figures[f"completions/mean_{suffix}"] = float(np.mean(of))
+        figures[f"completions/min_{suffix}"] = float(np.min(of))
+        figures[f"completions/max_{suffix}"] = float(np.max(of))
     return figures | acceptance_figures(counts)
 
 

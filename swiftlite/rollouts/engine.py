@@ -9,8 +9,9 @@ from swiftlite.data.dataset import Data
 from swiftlite.data.image_inputs import images_of
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.draft_schedule import read_schedule
-from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
+from swiftlite.engines.engine import Engine, EngineConfig, Sampling, filters_of, start_engine
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.stop_strings import stop_strings
 from swiftlite.rollouts.servers import Requirements, RolloutServers, check_responding
 from swiftlite.rollouts.stored import on_first_rank, raise_if
 from swiftlite.train.live_weights import LiveWeights
@@ -119,4 +120,6 @@ def sampling_of(run: Run, args: CompletionArgs) -> Sampling:
         seed=run.args.seed,
         stop_token_ids=stop_token_ids(ChatTemplate(run.tokenizer), run.hf_model.directory),
         log_p=True,
+        stop_strings=stop_strings(args.stop_strings, run.tokenizer),
+        **filters_of(args),
     )

@@ -20,6 +20,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
+from swiftlite.rewards.settings import reward_names_of
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts, send_weights
 from swiftlite.rollouts.frozen import FrozenPolicy
@@ -120,7 +121,7 @@ class Rollouts:
         if not args.log_completions or generation is None or step % self.files.steps:
             return None
         decode, num_scores = self.run.tokenizer.decode, generation.scores.shape[1]
-        names = args.reward_funcs
+        names = reward_names_of(args)
         if len(names) != num_scores:  # stored rollouts of another run
             names = [f"reward {number}" for number in range(1, num_scores + 1)]
         rows = []

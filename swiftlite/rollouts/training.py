@@ -21,9 +21,9 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import no_images_in
 from swiftlite.families.resolved import HfModel
 from swiftlite.plan.policy import policy_of
-from swiftlite.rewards.advantages import AdvantageSettings
+from swiftlite.rewards.advantages import SCALES, AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
-from swiftlite.rewards.settings import reward_settings_of
+from swiftlite.rewards.settings import reward_names_of, reward_settings_of
 from swiftlite.rollouts.conversations import Conversations, EpisodeProcess
 from swiftlite.rollouts.draw import Drawing, columns_in, omitted_in
 from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine
@@ -136,7 +136,7 @@ def episode_process(args: GrpoArgs) -> EpisodeProcess | None:
 
 def reward_process(args: GrpoArgs) -> RewardProcess:
     """Return the process of the reward functions, which is not started."""
-    return RewardProcess(args.reward_funcs, args.external_plugins, reward_settings_of(args))
+    return RewardProcess(reward_names_of(args), args.external_plugins, reward_settings_of(args))
 
 
 def _enter(stack: ExitStack, process: RewardProcess | EpisodeProcess) -> None:
@@ -213,7 +213,7 @@ class _Opened:
         advantages = AdvantageSettings(
             args.num_generations,
             args.advantage_estimator,
-            args.scale_rewards or ("none" if args.advantage_estimator == "rloo" else "group"),
+            args.scale_rewards or SCALES[args.advantage_estimator],
             tuple(args.reward_weights),
         )
         columns = columns_in([*self.run.data.train, *self.run.data.val])

@@ -10,6 +10,7 @@ rules that commands share. The rules of the largest command, `megatron sft`, are
 from typing import Any
 
 from swiftlite.args.commands import (
+    AdaptArgs,
     BenchArgs,
     DeployArgs,
     DoctorArgs,
@@ -28,7 +29,20 @@ from swiftlite.families.index import impossible_values
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import config_directory, read_facts
 from swiftlite.plan.kernels import Machine, this_machine
-from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, planned, regenerate, report, speedup
+from swiftlite.rules import (
+    adapt,
+    bench,
+    common,
+    deploy,
+    doctor,
+    evaluate,
+    export,
+    infer,
+    planned,
+    regenerate,
+    report,
+    speedup,
+)
 from swiftlite.runtime.environment import sees_gpu
 
 
@@ -87,6 +101,7 @@ _MODULES: dict[type, Any] = {
     InferArgs: infer,
     RegenerateArgs: regenerate,
     SpeedupArgs: speedup,
+    AdaptArgs: adapt,
     DeployArgs: deploy,
     EvaluateArgs: evaluate,
     BenchArgs: bench,

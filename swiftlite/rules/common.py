@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from swiftlite.args.bounds import describe, out_of_bounds
 from swiftlite.args.command_line import shell_line
-from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, EvaluateArgs, ExportArgs, InferArgs, RmArgs, SftArgs
 from swiftlite.args.config import Problem, not_supported
 from swiftlite.args.data_file import (
     DATA_SUFFIXES,
@@ -28,7 +28,7 @@ from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.data.template_kwargs import impossible_names
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
-from swiftlite.hub.name import dataset_name, model_name
+from swiftlite.hub.name import MODELSCOPE, dataset_name, model_name
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
 from swiftlite.plan.heads import heads_of
@@ -36,7 +36,7 @@ from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
 _PATHS += ("ref_model", "ref_logprobs_cache", "cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
-_PATHS += ("teacher_model", "dataset_cache")
+_PATHS += ("teacher_model", "dataset_cache", "reward_model")
 # Linux allows 255 and 4095 bytes. Temporary files next to a path have longer names.
 _MAX_NAME = 235
 _MAX_PATH = 4000
@@ -143,7 +143,15 @@ def _absent_model(model: str) -> Problem:
     hub = "give the directory of a Hugging Face model, or a model on the hub: ORG/NAME"
     if model_name(f"{model}@main"):
         hub = f"for the model {model} on the hub: --model {model}@main"
-    return f"--model {model} does not exist", near_path(Path(model)) or hub
+    return f"--model {model} does not exist", _lower_prefix(model) or near_path(Path(model)) or hub
+
+
+def _lower_prefix(name: str) -> str:
+    """Return the hint for a name with the prefix of ModelScope in capitals; "" for other names."""
+    prefix, rest = name[: len(MODELSCOPE)], name[len(MODELSCOPE) :]
+    if prefix.lower() != MODELSCOPE or prefix == MODELSCOPE:
+        return ""
+    return f"for ModelScope, write {MODELSCOPE}{rest}"
 
 
 def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -154,9 +162,13 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
     if getattr(args, "drafter", None):  # `drafter_fits_the_model` reports it, and config.json does not declare it
         hf_config.pop(DRAFTER_KEY, None)
     try:
-        get_family(hf_config, facts.directory)
+        family = get_family(hf_config, facts.directory)
     except UserError as error:
         yield f"--model {args.model}: {error.problem}", error.hint
+        return
+    if family.is_reward_model and not isinstance(args, RmArgs):
+        problem = f"--model {args.model} is a reward model, which has no output layer for tokens"
+        yield problem, "give the model that it was trained from, or use swiftlite megatron rm"
 
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:
@@ -189,7 +201,7 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
         hub = f"give a file ({', '.join(DATA_SUFFIXES)}) or a dataset on the hub (ORG/NAME)"
         if dataset_name(f"{file}@main") is not None:
             hub = f"for the dataset {file} on the hub: {flag} {file}@main"
-        yield f"{flag} {file} does not exist", near_path(path) or hub
+        yield f"{flag} {file} does not exist", _lower_prefix(file) or near_path(path) or hub
     elif not data_suffix(path.name):
         problem = f"{flag} {file} has an unknown extension, not one of {', '.join(DATA_SUFFIXES)}"
         yield problem, "rename it, or convert it to JSON lines"
@@ -374,7 +386,7 @@ def optimizer_can_be_offloaded(args: SftArgs, facts: Facts) -> Iterator[Problem]
 
 def changed(args: Any, names: Iterable[str]) -> list[str]:
     """Return the names of the options among `names` whose values differ from their defaults."""
-    known = options(type(args))
+    known = options(type(args), with_unsupported=True)
     return [name for name in names if vars(args)[name] != known[name].default]
 
 

@@ -14,6 +14,8 @@ from swiftlite.args.commands import (
     SpeedupArgs,
 )
 from swiftlite.args.config import Problem
+from swiftlite.args.docs import options
+from swiftlite.args.fields import SamplingArgs
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.index import FAMILIES
@@ -74,6 +76,34 @@ def draft_confidence_has_its_engine(args: GenerationCommand | EvaluateArgs, fact
         flag = f"--draft_confidence {shell_line(args.draft_confidence)}"
         problem = f"{flag} is not supported with --infer_backend {args.infer_backend}"
         yield problem, f"use --infer_backend {' or '.join(takers)}, or remove --draft_confidence"
+
+
+def sampling_options_have_their_engine(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
+    yield from unsupported_sampling(args, args.infer_backend, drafts=args.speculative != "none")
+
+
+def unsupported_sampling(args: SamplingArgs, engine: str, *, drafts: bool, flag: str = "") -> Iterator[Problem]:
+    """Yield a problem for each sampling option that an engine does not support, and for an empty stop string.
+
+    Args:
+        engine: name of the engine.
+        drafts: whether the engine drafts.
+        flag: the option that selects the engine. Default: --infer_backend.
+    """
+    if "" in args.stop_strings:
+        yield "--stop_strings contains an empty text", "remove it"
+    if engine not in ENGINES:
+        return
+    info, flag = ENGINES[engine], flag or f"--infer_backend {engine}"
+    for name, option in options(SamplingArgs).items():
+        if vars(args)[name] == option.default:
+            continue
+        given = f"--{name} {shell_line(vars(args)[name])}"
+        if name not in info.sampling_options:
+            able = [other.name for other in ENGINES.values() if name in other.sampling_options]
+            yield f"{given} is not supported with {flag}", f"use --infer_backend {' or '.join(able)}"
+        elif drafts and name in info.sampling_options_without_drafts:
+            yield f"{given} is not supported with {flag} and drafts", f"use --speculative none, or remove --{name}"
 
 
 def float32_can_be_faster(args: EngineCommand | EvaluateArgs | BenchArgs, facts: Facts) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.llamacpp.info import LLAMACPP
+from swiftlite.families.reward_model import is_reward_model
 from swiftlite.gguf.types import QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
@@ -136,6 +137,14 @@ def drafter_stays_plain(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     given |= {"--mtp_graft_from": args.mtp_graft_from}
     for flag in [flag for flag, value in given.items() if value]:
         yield f"{flag} does not support the drafter {facts.heads.kind!r}", "remove it, or add --mtp strip"
+
+
+def reward_model_stays_plain(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject conversions and measurements of a reward model, which are those of language models."""
+    if not is_reward_model(facts.hf_config):
+        return
+    for name in common.changed(args, ("to_gguf", "quant_method", "mtp_graft_from", "draft_vocab", *LIMITS)):
+        yield f"--{name} does not support a reward model", f"remove --{name}"
 
 
 def _given(args: ExportArgs, names: Iterable[str]) -> str:
@@ -311,6 +320,7 @@ RULES = (
     common.layout_fits,
     acceptance_can_be_measured,
     drafter_stays_plain,
+    reward_model_stays_plain,
     engine_has_models_to_compare,
     engine_options.engine_is_installed,
     common.graft_has_heads,

@@ -52,7 +52,7 @@ def settings_without_effect(args: GenerationCommand, facts: Facts) -> Iterator[s
     info = ENGINES[args.infer_backend]
     idle = {
         "max_batch_size": (not info.is_batched, f"{info.label} generates for one prompt at a time"),
-        "top_p": (args.temperature == 0, "--temperature 0 decodes greedily"),
+        **dict.fromkeys(("top_p", "top_k", "min_p"), (args.temperature == 0, "--temperature 0 decodes greedily")),
     }
     yield from common.without_effect(args, idle)
 
@@ -82,6 +82,7 @@ RULES = (
     engine_options.engine_is_installed,
     engine_options.engine_runs_the_family,
     engine_options.draft_confidence_has_its_engine,
+    engine_options.sampling_options_have_their_engine,
     engine_options.ngrams_have_their_engine,
     engine_options.options_have_their_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,

@@ -22,6 +22,14 @@ class Device:
         return self.torch_device.type == "cuda"
 
     @property
+    def capability(self) -> float:
+        """Compute capability, such as 9.0; 0 on a CPU."""
+        if not self.is_cuda:
+            return 0.0
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        return major + minor / 10
+
+    @property
     def peak_flops(self) -> float | None:
         """Dense bfloat16 operations per second from the vendor's specification; None for an unknown device."""
         if not self.is_cuda:

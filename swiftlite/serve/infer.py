@@ -26,12 +26,13 @@ from swiftlite.base.log import logger
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import load_tokenizer, stop_token_ids
-from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, start_engine
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, filters_of, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import Terminated, raises_at_sigterm
 from swiftlite.engines.ngram import ngrams_of
 from swiftlite.engines.prompts import PromptEncoder, most_images, needed_length
 from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
+from swiftlite.engines.stop_strings import stop_strings
 from swiftlite.families.resolved import HfModel
 from swiftlite.serve.adapters import with_adapters
 from swiftlite.serve.answers import AnswersFile, as_line, describe
@@ -91,10 +92,11 @@ def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[PromptEnco
     sampling = Sampling(
         args.max_new_tokens,
         args.temperature,
-        args.top_p,
-        args.seed,
+        seed=args.seed,
         stop_token_ids=stops,
         draft_confidence=args.draft_confidence or 0.0,
+        stop_strings=stop_strings(args.stop_strings, tokenizer),
+        **filters_of(args),
     )
     return encoder, sampling
 

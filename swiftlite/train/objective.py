@@ -51,7 +51,8 @@ class Objective(Protocol):
         - the sum to be minimized, a scalar
         - the number of targets, an int32 scalar; megatron-core sums it over micro-batches and over data- and
           context-parallel ranks, and divides the gradients by the sum
-        - the statistics, float64 with the shape `sums_shape`, summed in the same way
+        - the statistics, float64 with the shape `sums_shape`, summed in the same way. Of the last `num_maxima` entries,
+          an optional attribute of the objective, the maximum is taken instead
 
         Args:
             counts: sum of `count_targets` over the global batch, the same on every rank.

@@ -32,7 +32,7 @@ from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.packing.stream import Readers, Stream
 from swiftlite.data.rows.conversation import BadRow
 from swiftlite.data.rows.sources import DataFile, check_row
-from swiftlite.data.template import load_tokenizer
+from swiftlite.data.template import load_tokenizer, pad_token_of
 from swiftlite.families.resolved import HfModel, resolve_options
 from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable
@@ -116,6 +116,8 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     training = training_of(args)
     check_supported(args, mesh, hf_model, training)
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code, args.chat_template_kwargs)
+    if hf_model.family.is_reward_model:  # its class finds the last token of a row by this key
+        hf_model = replace(hf_model, config={**hf_model.config, "pad_token_id": pad_token_of(tokenizer)})
     vocab_size = hf_model.config["vocab_size"]
     encoder = training.encoder(args, tokenizer, hf_model)
     check_first_rows(args, encoder)
@@ -259,7 +261,7 @@ def plan_run(args: SftArgs, mesh: Mesh, hf_model: HfModel, data: Data) -> Plan:
         vocab_size = hf_model.config["vocab_size"]
         chosen = draft_vocab.choose_from(data, args.draft_vocab, vocab_size, args.tensor_model_parallel_size)
         heads = replace(heads, draft_vocab=chosen)
-    machine = this_machine(mesh.device.is_cuda)
+    machine = this_machine(mesh.device.is_cuda, mesh.device.capability)
     largest = largest_head(hf_model.family.architecture(hf_model.config))
     return make_plan(
         args,

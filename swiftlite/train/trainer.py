@@ -447,7 +447,7 @@ class Trainer:
         if batches:
             forward_step = objective.make_forward_step(counts, self.mesh)
             parts = run_batches(self.model, self.mesh, batches, forward_step, forward_only=forward_only)
-        return all_reduce_sum(parts, objective.sums_shape, self.mesh)
+        return all_reduce_sum(parts, objective.sums_shape, self.mesh, getattr(objective, "num_maxima", 0))
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
         # The FLOPs of a step can exceed int64. Integers up to 2^53 are exact in float64.

@@ -100,7 +100,7 @@ def bound_of(kind: Kind) -> float:
     """Return the largest difference of losses between a device and the CPU, relative for losses above 1."""
     if kind.is_float32:
         return FLOAT32_BOUND
-    if kind.command == "dpo":
+    if kind.command in ("dpo", "rm"):
         return PAIRS_BOUND
     if kind.model not in DENSE:
         return EXPERTS_BOUND

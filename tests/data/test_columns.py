@@ -17,7 +17,7 @@ from swiftlite.families.resolved import resolve
 from swiftlite.rewards.index import accuracy
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.train.methods.training import training_of
-from tests.messages import naming
+from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 
 GSM8K = {"question": "What is 2 + 2?", "answer": "It is 2 + 2 = <<2+2=4>>4.\n#### 4"}
@@ -104,5 +104,9 @@ def test_the_flag_takes_texts(capsys):
 
 def test_a_missing_field_is_named(model, tmp_path):
     args = SftArgs(model=str(model), dataset=[str(tmp_path / "rows.jsonl")], columns={"question": "query"})
-    with pytest.raises(UserError, match=naming("messages")):
-        load(args, model, [{"quesiton": "?"}])
+    with pytest.raises(UserError, match=naming("messages")) as error:
+        load(args, model, [{"quesiton": "?", "answer": "!"}])
+    assert mentions(error.value.hint, "--columns question quesiton answer")
+    with pytest.raises(UserError) as error:
+        load(args, model, [{"question": 3}])
+    assert "--columns" not in error.value.hint

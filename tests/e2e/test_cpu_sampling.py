@@ -22,7 +22,11 @@ NUM_ANSWERS = 2000
 
 
 def draw(
-    directory: Path, temperatures: tuple[float, ...], draws_drafts: bool, as_shipped: bool = False
+    directory: Path,
+    temperatures: tuple[float, ...],
+    draws_drafts: bool,
+    as_shipped: bool = False,
+    **filters: Any,
 ) -> list[tuple[list[list[int]], DraftCounts]]:
     """Return three sampled tokens after PROMPT, with two drafts per step, and the engine's counts, for each
     temperature.
@@ -31,6 +35,7 @@ def draw(
         draws_drafts: whether drafts are sampled from the head's distribution; otherwise the most likely tokens are
             drafted.
         as_shipped: whether vLLM's own function is used instead of the plugin's.
+        filters: further arguments of `Sampling`.
     """
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.sample import rejection_sampler
@@ -46,7 +51,7 @@ def draw(
     try:
         for temperature in temperatures:
             before = engine.draft_counts()
-            completions = engine.generate([PROMPT] * NUM_ANSWERS, Sampling(3, temperature=temperature))
+            completions = engine.generate([PROMPT] * NUM_ANSWERS, Sampling(3, temperature=temperature, **filters))
             counts = engine.draft_counts().since(before)
             found.append(([completion.token_ids for completion in completions], counts))
     finally:
@@ -71,6 +76,18 @@ def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperat
         assert probability(answers, joint_distribution(directory, 1.0, temperature)) > FALSE_ALARM
         assert probability(answers, joint_distribution(directory, 1.0, 1.2 * temperature)) < FALSE_ALARM
         assert 0.1 < counts.accepted / counts.drafted < 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "filters", [{"repetition_penalty": 2.0}, {"top_k": 4, "top_p": 0.9, "repetition_penalty": 1.4}]
+)
+def test_filters_apply_to_drafts(filters, vllm_host, tmp_path):
+    directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)
+    ((answers, counts),) = vllm_host.call(partial(draw, directory, (0.7,), True, **filters))
+    assert probability(answers, joint_distribution(directory, temperature=0.7, **filters)) > FALSE_ALARM
+    assert probability(answers, joint_distribution(directory, temperature=0.7)) < FALSE_ALARM / 1e6
+    assert 0.1 < counts.accepted / counts.drafted < 0.95
 
 
 @pytest.mark.slow

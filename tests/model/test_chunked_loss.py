@@ -16,7 +16,7 @@ from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.tensor_parallel import add_product_
 from swiftlite.model.loss import chunked_loss
 from swiftlite.model.loss import losses as loss
-from swiftlite.model.loss.chunked_loss import CHUNK, LabelTarget, TrunkTarget
+from swiftlite.model.loss.chunked_loss import CHUNK, EntropyTarget, LabelTarget, TrunkTarget
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_distillation import make_batch, peak_bytes
 from tests.model.test_logits import load_megatron
@@ -146,6 +146,27 @@ def test_entropy_is_that_of_the_distribution(mesh, monkeypatch):
     assert found is not None
     # Rounding of float32 logits up to 300 is 1.5e-5.
     torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=1e-4)
+
+
+def test_the_gradient_of_the_entropy_is_that_of_autograd(mesh, monkeypatch):
+    logits = torch.randn(6, 50, dtype=torch.float64, requires_grad=True)
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    expected.sum().backward()
+    gradient = logits.detach().clone()
+    torch.testing.assert_close(loss.entropy_(gradient, None), expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, logits.grad, rtol=1e-12, atol=1e-14)
+
+    monkeypatch.setattr(chunked_loss, "CHUNK", 4)
+    states, weight = (torch.randn(*size, requires_grad=True) for size in ((10, 8), (50, 8)))
+    shares = torch.rand(10)
+    selected = loss.select(torch.zeros(1, 10, dtype=torch.int64), weight.device)
+    found = chunked_loss.chunked_loss(states, weight, EntropyTarget(), selected, mesh.tp).loss_BS[0]
+    gradients = torch.autograd.grad((found * shares).sum(), (states, weight))
+    wide = [each.detach().double().requires_grad_() for each in (states, weight)]
+    by_autograd = torch.distributions.Categorical(logits=wide[0] @ wide[1].T).entropy()
+    for ours, theirs in zip(gradients, torch.autograd.grad((by_autograd * shares).sum(), wide), strict=True):
+        # Float32 products of up to 50 numbers.
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-6 * float(theirs.abs().max()))
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")

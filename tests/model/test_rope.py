@@ -105,14 +105,14 @@ def test_three_axes_that_config_json_does_not_share_out_are_an_error(parameters,
 
 
 def test_few_versions_of_the_rotation_are_compiled(monkeypatch):
-    """Queries and keys, one or several rows, and gradients on or off require 6 versions.
+    """Queries and keys, three numbers of rows, and gradients on or off require 12 versions, for any number of lengths.
 
     If shapes were fixed, torch's limit of 8 versions would be reached, and torch would stop compiling.
     """
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    rotation = compiled(rope.rotate)
+    rotation = compiled(rope.rotate, static=(3, 1))
     with torch.compiler.set_stance("default"):
         for length, num_rows in ((24, 2), (64, 2), (57, 3), (200, 1), (1000, 1)):
             turns = torch.randn(2, length, 1, 1, 32)
@@ -120,7 +120,41 @@ def test_few_versions_of_the_rotation_are_compiled(monkeypatch):
                 for learns in (True, False):
                     channels = torch.randn(length, num_rows, num_heads, 32, requires_grad=learns)
                     assert torch.equal(rotation(channels, turns), rope.rotate(channels, turns))
-    assert 0 < counter.frame_count < 8
+    assert 0 < counter.frame_count <= 12
+
+
+@pytest.mark.parametrize("is_zero_centered", [False, True])
+@pytest.mark.parametrize("num_rotary", [32, 16])
+def test_norm_and_rotation_in_one_function(is_zero_centered, num_rotary):
+    """Values and gradients are those of the norm, then the rotation, in float64; in bfloat16 they are rounded once."""
+    channels = torch.randn(9, 2, 4, 32, dtype=torch.float64)
+    weight = torch.randn(32, dtype=torch.float64) * 0.1 + 1
+    turns = torch.randn(2, 9, 1, 1, num_rotary, dtype=torch.float64)
+
+    def separate(channels, weight):
+        normed = channels * torch.rsqrt(channels.square().mean(-1, keepdim=True) + 1e-6)
+        return rope.rotate(normed * (weight + is_zero_centered), turns)
+
+    inputs = channels.float().requires_grad_(), weight.float().requires_grad_()
+
+    def together(channels, weight, turns):
+        return rope.norm_and_rotate(channels, weight, turns, 1e-6, is_zero_centered)
+
+    ours = together(*inputs, turns.float())
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact = separate(*exact_inputs)
+    upstream = torch.randn_like(exact)
+    # float32: sums of 32 and of 72 x 32 terms of about 1.
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=4e-6)
+    found = torch.autograd.grad(ours, inputs, upstream.float())
+    expected = torch.autograd.grad(exact, exact_inputs, upstream)
+    for gradient, exact_gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient.double(), exact_gradient, rtol=0, atol=2e-5)
+    rounded = channels.bfloat16(), weight.bfloat16(), turns.bfloat16()
+    in_bfloat16 = together(*rounded)
+    channels, weight, turns = (tensor.float() for tensor in rounded)
+    wide = together(channels, weight, turns)
+    assert torch.equal(in_bfloat16, wide.bfloat16())
 
 
 def test_a_fused_model_may_keep_more_versions_than_torch_would():

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.gloo
 STEPS = 2
 # By what is trained (a family and options): the layouts that must have the numbers of one process.
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "dapo": ("qwen3", {"beta": 0.1, "teacher_kl_coef": 0.5}),
+    "dapo": ("qwen3", {"beta": 0.1, "teacher_kl_coef": 0.5, "entropy_coef": 0.1}),
+    "bnpo": ("qwen3", {"loss_type": "bnpo", "entropy_coef": 0.1}),
     "sequence": (
         "qwen3",
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "beta": 0.05}
@@ -46,6 +47,8 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("sequence", "CP2"): CP2,
     ("sequence", "CP2, packed"): CP2 | {"padding_free": True},
     ("sequence", "TP2"): TP2,
+    ("bnpo", "CP2"): CP2,
+    ("bnpo", "DP2"): {},
     ("experts", "EP2"): {"expert_model_parallel_size": 2},
     ("lora", "TP2"): TP2,
     ("tools", "DP2"): {},

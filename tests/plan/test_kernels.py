@@ -20,6 +20,7 @@ from tests.messages import has_line, naming
 CPU = Machine()
 GPU = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_varlen")
 FLASH = dataclasses.replace(GPU, packed_kernel="flash_attn")
+HOPPER = dataclasses.replace(GPU, capability=9.0)
 PLAIN = Machine(is_cuda=True)
 NEWER = dataclasses.replace(GPU, flash_impls=("FA3", "FA4"))
 PLAIN_TE = Machine(is_cuda=True, has_transformer_engine=True)
@@ -31,6 +32,30 @@ TE = {"transformer_impl": "transformer_engine"}
     [
         ({}, CPU, False, Kernels()),
         ({}, GPU, False, Kernels(attention="torch_varlen", is_fused=True, has_grouped_experts=True)),
+        (
+            {},
+            HOPPER,
+            False,
+            Kernels(attention="torch_varlen", is_fused=True, has_grouped_experts=True, prefers_cudnn=True),
+        ),
+        (
+            {"attention_backend": "cudnn"},
+            GPU,
+            False,
+            Kernels(attention="torch_varlen", is_fused=True, has_grouped_experts=True, prefers_cudnn=True),
+        ),
+        (
+            {"attention_backend": "flash"},
+            HOPPER,
+            False,
+            Kernels(attention="torch_varlen", is_fused=True, has_grouped_experts=True),
+        ),
+        (
+            {"deterministic_mode": True},
+            HOPPER,
+            False,
+            Kernels(attention="torch_varlen", is_fused=True, has_grouped_experts=True, is_deterministic=True),
+        ),
         ({}, FLASH, False, Kernels(attention="flash_attn", is_fused=True, has_grouped_experts=True)),
         ({}, FLASH, True, Kernels(is_fused=True)),
         ({}, PLAIN, False, Kernels(is_fused=True, has_grouped_experts=True)),
@@ -74,6 +99,7 @@ def test_what_is_chosen(options, machine, is_float32, expected):
 
 def test_auto_leaves_large_heads_to_torch():
     assert choose(KernelArgs(), FLASH, is_float32=False, head=320).attention == "sdpa"
+    assert not choose(KernelArgs(), HOPPER, is_float32=False, head=192).prefers_cudnn
 
 
 @pytest.mark.parametrize(
@@ -89,6 +115,16 @@ def test_auto_leaves_large_heads_to_torch():
         ({"attention_backend": "flash3"}, GPU, False, 64, "--attention_backend flash3 flash-attn 3"),
         ({"attention_backend": "flash4"}, CPU, False, 64, "--attention_backend flash4 NVIDIA"),
         ({"attention_backend": "flash4"}, NEWER, True, 64, "--attention_backend flash4 --torch_dtype float32"),
+        ({"attention_backend": "cudnn"}, CPU, False, 64, "--attention_backend cudnn NVIDIA"),
+        ({"attention_backend": "cudnn"}, GPU, True, 64, "--attention_backend cudnn --torch_dtype float32"),
+        ({"attention_backend": "cudnn"}, GPU, False, 192, "--attention_backend cudnn 192 128"),
+        (
+            {"attention_backend": "cudnn", "deterministic_mode": True},
+            GPU,
+            False,
+            64,
+            "--attention_backend cudnn --deterministic_mode",
+        ),
         ({"fp8_format": "hybrid"}, GPU, False, 64, "--fp8_format hybrid --transformer_impl transformer_engine"),
         (TE | {"fp8_format": "hybrid"}, CPU, False, 64, "--transformer_impl transformer_engine NVIDIA"),
         (TE | {"fp8_format": "hybrid"}, GPU, True, 64, "--fp8_format hybrid --torch_dtype float32"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftlite.rewards.advantages import AdvantageSettings, compute_advantages
+from swiftlite.rewards.advantages import SCALES, AdvantageSettings, compute_advantages
 
 NONE = math.nan
 
@@ -31,13 +31,16 @@ def naive(scores: np.ndarray, settings: AdvantageSettings) -> list[float]:
             advantage = total - (sum(group) - total) / (len(group) - 1)
         if settings.scale == "group":
             advantage /= statistics.stdev(group) + 1e-4
-        elif settings.scale == "batch":
+        elif settings.scale == "batch" and settings.estimator != "reinforce_plus_plus":
             advantage /= statistics.stdev(scored) + 1e-4
         advantages.append(advantage)
+    if (settings.estimator, settings.scale) == ("reinforce_plus_plus", "batch"):
+        of_scored = [each for each, total in zip(advantages, totals, strict=True) if total is not None]
+        advantages = [each / (statistics.stdev(of_scored) + 1e-4) for each in advantages]
     return advantages
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_the_formulas(estimator, scale):
     numbers = np.random.default_rng(0)
@@ -58,10 +61,19 @@ def test_a_group_by_hand():
         ("grpo", "group"): 0.5 / (std + 1e-4),
         ("grpo", "none"): 0.5,
         ("rloo", "none"): 1 - 1 / 3,
+        ("reinforce_plus_plus", "batch"): 0.5 / (std + 1e-4),
     }
     for (estimator, scale), first in expected.items():
         result = compute_advantages(scores, AdvantageSettings(4, estimator, scale))
         np.testing.assert_allclose(result.advantages, [first, -first, -first, first], rtol=1e-6)  # float32
+
+
+def test_reinforce_plus_plus_ignores_differences_between_groups():
+    near, far = ([[0.0], [1.0], [offset], [offset + 1]] for offset in (0.0, 1000.0))
+    settings = AdvantageSettings(2, "reinforce_plus_plus", SCALES["reinforce_plus_plus"])
+    results = [compute_advantages(scores, settings).advantages for scores in (near, far)]
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-9)
+    assert results[0][1] == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-4))
 
 
 def test_completions_without_a_score_are_left_out():

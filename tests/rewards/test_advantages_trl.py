@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.data.template import load_tokenizer
 from swiftlite.rewards.advantages import AdvantageSettings, compute_advantages
+from swiftlite.rollouts.draw import completion_figures, reward_figures
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import open_hf
 
@@ -21,6 +23,8 @@ SCORES = [
     [(0.5, 1.0), (0.5, 1.0), (0.5, 1.0), (0.5, 1.0)],
     [(None, 1.0), (1.0, None), (None, None), (0.25, 0.0)],
 ]
+ENDS = list(range(0, 320, 5))
+"""Tokens that end a completion."""
 LONE = [[(None, None), (2.0, 1.0), (None, None), (None, None)]]
 
 
@@ -29,8 +33,8 @@ def hf_dir(tmp_path) -> Path:
     return make_tiny_hf(tmp_path / "hf", "qwen3", with_tokenizer=True)
 
 
-def theirs(kind: str, hf_dir: Path, out_dir: Path, groups: list, **options: Any) -> tuple[np.ndarray, dict]:
-    """Return TRL's advantages and metrics for the given scores of completions that a tiny model generates."""
+def theirs(kind: str, hf_dir: Path, out_dir: Path, groups: list, **options: Any) -> tuple[dict, dict]:
+    """Return TRL's batch and metrics for the given scores of completions that a tiny model generates."""
     rows = [row for group in groups for row in group]
 
     def first(completions, **columns):
@@ -43,7 +47,7 @@ def theirs(kind: str, hf_dir: Path, out_dir: Path, groups: list, **options: Any)
         output_dir=str(out_dir),
         per_device_train_batch_size=len(rows),
         num_generations=len(groups[0]),
-        max_completion_length=2,
+        max_completion_length=4,
         reward_weights=list(WEIGHTS),
         beta=0.0,
         bf16=False,
@@ -52,8 +56,10 @@ def theirs(kind: str, hf_dir: Path, out_dir: Path, groups: list, **options: Any)
         **options,
     )
     prompts = [{"prompt": f"question {number}"} for number in range(len(groups))]
+    model = open_hf(hf_dir)
+    model.generation_config.eos_token_id = ENDS
     trainer = getattr(trl, f"{kind}Trainer")(
-        model=open_hf(hf_dir),
+        model=model,
         reward_funcs=[first, second],
         args=config,
         train_dataset=datasets.Dataset.from_list(prompts),
@@ -62,14 +68,15 @@ def theirs(kind: str, hf_dir: Path, out_dir: Path, groups: list, **options: Any)
     trainer.model.train()
     repeated = [dict(prompt) for prompt in prompts for _ in groups[0]]
     inputs = trainer._generate_and_score_completions(repeated)
-    return inputs["advantages"].numpy(), {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return inputs, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 
 @pytest.mark.parametrize("groups", [SCORES, LONE + SCORES], ids=["scored", "lone"])
 @pytest.mark.parametrize(("kind", "scale"), [("GRPO", "group"), ("GRPO", "batch"), ("GRPO", "none"), ("RLOO", "none")])
 def test_advantages_are_trls(hf_dir, tmp_path, kind, scale, groups):
     options = {"scale_rewards": scale} if kind == "GRPO" else {}
-    advantages, metrics = theirs(kind, hf_dir, tmp_path, groups, **options)
+    batch, metrics = theirs(kind, hf_dir, tmp_path, groups, **options)
+    advantages = batch["advantages"].numpy()
     scores = np.array([row for group in groups for row in group], np.float64)
     settings = AdvantageSettings(4, "grpo" if kind == "GRPO" else "rloo", scale, WEIGHTS)
     ours = compute_advantages(scores, settings)
@@ -78,8 +85,15 @@ def test_advantages_are_trls(hf_dir, tmp_path, kind, scale, groups):
     assert np.abs(advantages).max() > 0.5
     assert ours.statistics.mean == pytest.approx(metrics["reward"], rel=1e-6)
     assert ours.statistics.std == pytest.approx(metrics["reward_std"], rel=1e-6)
-    for name, mean in zip(("first", "second"), ours.statistics.function_means, strict=True):
-        assert mean == pytest.approx(metrics[f"rewards/{name}/mean"], rel=1e-6)
+    figures = reward_figures(ours, ("first", "second"), 0)
+    for name in ("first", "second"):
+        for each in ("mean", "std"):
+            assert figures[f"rewards/{name}/{each}"] == pytest.approx(metrics[f"rewards/{name}/{each}"], rel=1e-6)
+    lengths, ids = batch["completion_mask"].sum(1).numpy(), batch["completion_ids"].numpy()
+    is_truncated = ~np.isin(ids[np.arange(len(ids)), lengths - 1], [*ENDS, 2])
+    assert 0 < is_truncated.sum() < len(ids)
+    for name, value in completion_figures(lengths, is_truncated, DraftCounts(0, 0, ())).items():
+        assert value == pytest.approx(metrics[name], rel=1e-6), name
     # With `batch`, TRL compares the batch's standard deviation; a group with one reward is not flat for TRL.
     if scale != "batch" and groups is SCORES:
         assert ours.statistics.frac_reward_zero_std == pytest.approx(metrics["frac_reward_zero_std"])

@@ -12,8 +12,11 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from swiftlite.args.fields import FILTERS
+from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.stop_strings import stop_strings
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from tests.engines.small_server import serving
 
@@ -129,7 +132,8 @@ class SmallVllm:
         sampling = Sampling(
             body["max_tokens"],
             temperature=body["temperature"],
-            top_p=body["top_p"],
+            **{name: body[name] for name in FILTERS},
+            stop_strings=stop_strings(body["stop"] or (), load_tokenizer(self.model) if body["stop"] else None),
             seed=body["seed"],
             stop_token_ids=tuple(body["stop_token_ids"]),
             log_p=body["logprobs"] == 0,

@@ -20,8 +20,10 @@ from safetensors.torch import load_file
 
 from swiftlite import rules
 from swiftlite.base.errors import OptionError, UserError
+from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.stop_strings import stop_strings
 from swiftlite.engines.vllm import served
 from swiftlite.engines.vllm.served import LostServer, ServedVllm
 from swiftlite.rollouts import servers as module
@@ -100,6 +102,21 @@ def test_prompts_are_given_to_the_server_with_the_fewest(hf_dir, pair):
     counted = [server.engine.draft_counts() for server in (fast, slow)]
     assert engine.draft_counts().since(before) == counted[0] + counted[1]
     assert engine.figures() == {"rollout/servers": 2, "rollout/repeated_requests": 0}
+    engine.close()
+
+
+def test_servers_receive_all_sampling_options(hf_dir, pair):
+    _, urls = pair
+    tokenizer = load_tokenizer(hf_dir)
+    options: dict[str, Any] = {"top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.4}
+    sampling = replace(
+        SAMPLING, max_new_tokens=24, **options, stop_strings=stop_strings(("e", "<|im_end|>"), tokenizer)
+    )
+    engine = connect(hf_dir, urls)
+    own = start_engine("transformers", EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=1))
+    wanted = own.generate(PROMPTS, sampling)
+    assert_equal(engine.generate(PROMPTS, sampling), wanted)
+    assert 0 < sum(each.finish_reason == "stop" for each in wanted) < len(PROMPTS)
     engine.close()
 
 

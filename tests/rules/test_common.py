@@ -22,6 +22,7 @@ from tests.rules.good import BENCH, DEPLOY, EXPORT, INFER, REGENERATE, SFT, chan
         ({"model": "no/such/dir"}, "--model no/such/dir", "no/such"),
         ({"model": "run/sourse"}, "--model run/sourse", "run/source"),
         ({"model": "plain/x"}, "--model plain/x", "--model plain/x@main"),
+        ({"model": "MS:Qwen/Qwen3-8B"}, "--model MS:Qwen/Qwen3-8B", "ms:Qwen/Qwen3-8B"),
         ({"model": "plain/config.json"}, "--model plain/config.json", "--model plain"),
         (
             {"model": "run"},
@@ -70,6 +71,7 @@ def test_images_have_a_place_and_a_size(here, args, change, problem, hint):
         ("no/such.jsonl", "no"),
         ("plain/rows", "--dataset plain/rows@main"),
         ("plain", "--dataset"),
+        ("Ms:org/rows", "ms:org/rows"),
         ("train.jsonl#0", "train.jsonl#500"),
     ],
 )

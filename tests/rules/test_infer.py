@@ -63,6 +63,9 @@ def test_drafts_from_the_text_need_no_heads(here, monkeypatch):
         ({"sglang_engine_kwargs": {}}, "--sglang_engine_kwargs --infer_backend transformers", "sglang"),
         ({"acceptance_json": "no.json"}, "--acceptance_json no.json", "acceptance.json"),
         ({"speculative": "ngram"}, "--speculative ngram --infer_backend transformers", "--infer_backend llamacpp"),
+        ({"stop_strings": ["a", ""]}, "--stop_strings", ""),
+        ({"min_p": 1.5}, "--min_p 1.5 0 1", ""),
+        ({"repetition_penalty": 0.0}, "--repetition_penalty 0.0 0 2", ""),
     ],
 )
 def test_infer(here, change, problem, hint):
@@ -112,6 +115,24 @@ def test_infer_with_sglang(here, monkeypatch, change, problem, hint):
     ((found, advice),) = problems_of(dataclasses.replace(INFER, infer_backend="sglang", **change))
     assert mentions(found, problem)
     assert mentions(advice, hint)
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "problem", "hint"),
+    [
+        ("vllm", {"min_p": 0.1}, "--min_p 0.1 --infer_backend vllm", "--speculative none"),
+        ("sglang", {"min_p": 0.1}, "--min_p 0.1 --infer_backend sglang", "--speculative none"),
+        ("sglang", {"stop_strings": ["a"]}, "--stop_strings a --infer_backend sglang", "transformers vllm"),
+        ("llamacpp", {"stop_strings": ["a"]}, "--stop_strings a --infer_backend llamacpp", "transformers vllm"),
+    ],
+)
+def test_sampling_options_that_an_engine_does_not_have(here, monkeypatch, backend, change, problem, hint):
+    monkeypatch.setattr(EngineInfo, "is_installed", property(lambda info: True))
+    args = dataclasses.replace(INFER, infer_backend=backend)
+    ((found, advice),) = problems_of(dataclasses.replace(args, **change))
+    assert mentions(found, problem)
+    assert mentions(advice, hint)
+    rules.check(dataclasses.replace(args, top_p=0.9, top_k=7, temperature=1.0))
 
 
 def test_infer_two_answers_for_the_draft_length(here):

@@ -186,6 +186,11 @@ def test_ephemeral_checkpoints_are_more_frequent_than_others(here, number, is_re
             "--early_stopping_threshold --early_stopping_patience",
         ),
         ({"metric_for_best_model": "loss", "split_dataset_ratio": 0.0}, "--metric_for_best_model --val_dataset"),
+        ({"metric_for_best_model": "reward"}, "--metric_for_best_model reward loss"),
+        ({"metric_for_best_model": "mtp_1_acceptance"}, "--metric_for_best_model mtp_1_acceptance loss"),
+        ({"metric_for_best_model": "eval_mtp_2_acceptance", "model": "mtp2"}, None),
+        ({"metric_for_best_model": "acceptance", "model": "mtp2"}, None),
+        ({"metric_for_best_model": "mtp_3_loss", "model": "mtp2"}, "mtp_3_loss mtp_1_loss mtp_2_acceptance acceptance"),
         ({"load_best_model_at_end": True, "eval_steps": 200}, "--load_best_model_at_end --save_steps 500 200 400"),
     ],
 )

@@ -4,17 +4,25 @@ import json
 import math
 import signal
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from swiftlite.args.commands import DpoArgs
+from swiftlite.args.fields import PreferenceLoss
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.plan.best_metric import known_metrics
+from swiftlite.plan.preference import preference_of
 from swiftlite.store.best import BEST_FILE
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.best_model import value_of
 from swiftlite.train.checkpoint.checkpointer import resolve_checkpoint
+from swiftlite.train.methods.kto import KtoObjective
+from swiftlite.train.methods.preference import PreferenceObjective
 from tests.messages import naming
 from tests.tiers import some_of
 from tests.train.prepared import prepare
@@ -117,6 +125,20 @@ def test_a_metric_that_evaluations_lack_is_an_error_before_the_first_step(option
         phases.fit(run, trainer, 0, training.make_held_out(run))
     assert not any(line["step"] for line in metrics(run.output_dir))
     assert dist.get_world_size() == 1
+
+
+def test_rules_know_the_metrics_of_evaluations(options, mesh):
+    run = prepare(options(), mesh)
+    trainer = training.make_trainer(run, phases.restore(run))
+    names = {name.removeprefix("eval_") for name in trainer.evaluate(0)}
+    trainer.release()
+    assert {*known_metrics(run.args, run.plan.heads)} == names | {"acceptance"}
+    for loss in get_args(PreferenceLoss):
+        args = DpoArgs(loss_type=loss)
+        make_objective = PreferenceObjective if loss != "kto" else KtoObjective
+        objective = make_objective(preference_of(args), Heads(1), 0.1)
+        found = objective.means(torch.zeros(objective.sums_shape, dtype=torch.float64))
+        assert {*known_metrics(args, Heads(1))} == {*found, "acceptance"}
 
 
 def test_acceptance_is_the_mean_over_the_heads():

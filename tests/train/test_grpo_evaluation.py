@@ -13,14 +13,17 @@ import torch
 
 from swiftlite import rules
 from swiftlite.args.commands import ExportArgs, GrpoArgs
-from swiftlite.base.errors import UserError
+from swiftlite.base.errors import OptionError, UserError
+from swiftlite.base.heads import Heads
 from swiftlite.engines.engine import EngineConfig, start_engine
 from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
+from swiftlite.plan.best_metric import known_metrics
 from swiftlite.rollouts.draw import draw
 from swiftlite.rollouts.engine import sampling_of
 from swiftlite.rollouts.generation import Generation
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.store.best import BEST_FILE
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
@@ -119,6 +122,21 @@ def test_held_out_prompts_are_scored_with_the_current_weights(options, mesh, hf_
         assert found[step]["eval_completions/mean_length"] == generation.completion_lengths.mean()
         assert found[step]["eval_rollout/acceptance_1"] == generation.figures["rollout/acceptance_1"]
     assert len({each["eval_reward"] for each in found.values()}) > 1
+    names = {name.removeprefix("eval_") for name in found[0]}
+    assert {*known_metrics(args, Heads(1))} == names | {"acceptance"}
+
+
+def test_the_best_checkpoint_has_the_highest_reward(options, mesh):
+    args = options(metric_for_best_model="reward", load_best_model_at_end=True, save_steps=1, lr=3e-2)
+    rules.check(args)
+    found = evaluations(fit(args, mesh))
+    values = {step: line["eval_reward"] for step, line in found.items() if step}
+    best = json.loads((Path(args.output_dir) / BEST_FILE).read_text())
+    assert best["best_metric"] == max(values.values())
+    assert values[best["best_global_step"]] == best["best_metric"]
+    assert len({*values.values()}) > 1
+    with pytest.raises(OptionError, match=naming("--metric_for_best_model loss reward rewards/even/mean")):
+        rules.check(replace(args, metric_for_best_model=None, output_dir=args.output_dir + "-2"))
 
 
 def test_evaluations_change_no_bit_of_training(options, mesh, tmp_path):

@@ -35,6 +35,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dapo, teacher": {"teacher_kl_coef": 0.5, "temperature": 0.7},
     "cispo, GSPO, teacher": {"epsilon_high": 0.9, "importance_sampling_level": "sequence", "teacher_kl_coef": 0.1},
     "sapo": {},
+    "bnpo": {},
+    "bnpo, KL, entropy": {"beta": 0.05, "entropy_coef": 0.3, "temperature": 0.7},
+    "cispo, entropy": {"epsilon_high": 1.2, "entropy_coef": 0.1},
     "sapo, KL, overlong": {"beta": 0.05, "sapo_temperature_pos": 0.8, "overlong_filter": True},
     "dapo, overlong": {"overlong_filter": True},
     "cispo, GSPO": {"epsilon_high": 0.9, "importance_sampling_level": "sequence"},
@@ -103,6 +106,7 @@ def their_step(
         sapo_temperature_pos=args.sapo_temperature_pos,
         sapo_temperature_neg=args.sapo_temperature_neg,
         beta=args.beta,
+        entropy_coef=args.entropy_coef,
         temperature=args.temperature,
         use_bias_correction_kl=args.use_bias_correction_kl,
         max_completion_length=args.max_completion_length,
@@ -120,7 +124,6 @@ def their_step(
         train_dataset=datasets.Dataset.from_list([{"prompt": "a"}] * 6),
         processing_class=trl.trainer.grpo_trainer.AutoTokenizer.from_pretrained(model),
     )
-    trainer.current_gradient_accumulation_steps = 1
     trainer.use_vllm = args.rollout_importance_sampling_mode != "none"
     prompts = np.split(generation.prompt_ids, np.cumsum(generation.prompt_lengths)[:-1])
     lengths = generation.completion_lengths
@@ -145,9 +148,16 @@ def their_step(
     if trainer.use_vllm:
         inputs["importance_sampling_ratio"] = mismatch(generation, args)
     hf_model = trainer.model.train()
-    loss = trainer._compute_loss(hf_model, inputs)
-    loss.backward()
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    size = args.micro_batch_size if args.loss_type == "bnpo" else len(generation)  # others do not depend on it
+    trainer.current_gradient_accumulation_steps = len(generation) // size
+    losses = []
+    for start in range(0, len(generation), size):
+        rows = slice(start, start + size)
+        part = {name: value[rows] if value.ndim else value for name, value in inputs.items()}
+        losses.append(trainer._compute_loss(hf_model, part))
+        losses[-1].backward()
+    loss = torch.stack(losses).sum()
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if len(values) == 1}
     if teacher_kl is not None:
         metrics["teacher_kl"] = teacher_kl
         if args.importance_sampling_level == "sequence":  # TRL counts tokens if advantages are those of tokens
@@ -157,7 +167,7 @@ def their_step(
 
 CASES = [(name, False) for name in LOSSES] + [("dapo, GSPO", True), ("grpo", True)]
 KEPT = (("dapo, GSPO", True), ("grpo, sequence_mask, KL", False), ("cispo", False), ("dapo, teacher", False))
-KEPT += (("sapo, KL, overlong", False), ("grpo, tools, GSPO, KL", False))
+KEPT += (("sapo, KL, overlong", False), ("bnpo, KL, entropy", False), ("grpo, tools, GSPO, KL", False))
 
 
 @pytest.mark.parametrize(("name", "padding_free"), some_of(CASES, *KEPT))
@@ -177,6 +187,9 @@ def test_a_step_is_trls(model, teacher, mesh, tmp_path, name, padding_free):
     for each in ("entropy", "kl", "teacher_kl", *clipped):
         if each in metrics:
             assert ours[each] == pytest.approx(metrics[each], rel=2e-5, abs=1e-6), each
+    if not args.overlong_filter:
+        difference = np.abs(generation.old_log_p - generation.engine_log_p).mean()
+        assert ours["sampling/sampling_logp_difference/mean"] == pytest.approx(difference, rel=1e-6)
     assert any(ours.get(each) for each in ("clip_ratio/region_mean", "cispo_clip_ratio")) or args.loss_type == "sapo"
     for each, parameter in hf_model.named_parameters():
         largest = float(parameter.grad.abs().max())

@@ -91,7 +91,7 @@ def test_what_is_read_is_what_would_be_computed(options, mesh, tmp_path, passes,
     [pytest.param({}, id="ce", marks=pytest.mark.slow), pytest.param({"mtp_loss": "kl", "draft_vocab": 40}, id="kl")],
 )
 def test_nor_with_fused_kernels(options, mesh, tmp_path, passes, monkeypatch, more):
-    monkeypatch.setattr(training, "this_machine", lambda is_cuda: ON_GPU)
+    monkeypatch.setattr(training, "this_machine", lambda *_: ON_GPU)
     check_that_nothing_changes(options, mesh, tmp_path, passes, "qwen3", more)
     monkeypatch.undo()
     args = options(output_dir=str(tmp_path / "unfused"), **HEADS, cache_trunk_states=str(tmp_path / "cache"))
@@ -153,7 +153,7 @@ def test_a_run_that_was_stopped_while_it_wrote_goes_on(options, mesh, tmp_path, 
 @pytest.mark.parametrize("family", some_of(["qwen3", "mimo"], "mimo"))
 def test_the_disk_must_have_room_for_padding(options, mesh, tmp_path, monkeypatch, family):
     """On a GPU rows are padded to multiples of 64 tokens, so the cache has three times the tokens of the rows."""
-    monkeypatch.setattr(training, "this_machine", lambda is_cuda: ON_GPU)
+    monkeypatch.setattr(training, "this_machine", lambda *_: ON_GPU)
     model = make_tiny_hf(tmp_path / family, family, depth=1, with_tokenizer=True)
     rows = [json.dumps({"query": f"What is {n}?", "response": f"It is {n}."}) for n in (0, *range(11))]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

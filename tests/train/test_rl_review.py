@@ -19,7 +19,7 @@ from swiftlite.rewards.process import RewardProcess
 from swiftlite.rewards.settings import RewardSettings
 from swiftlite.rewards.workers import num_processes
 from swiftlite.rollouts.draw import columns_in, columns_of, omitted_in
-from tests.messages import naming
+from tests.messages import mentions, naming
 from tests.rewards.programs import CHEATS, CHEATS_OF_TESTS, NEEDS_LANDLOCK, RIGHT, TESTS
 from tests.tiny import make_tiny_hf
 from tests.train.completions import metrics, policy_options, train
@@ -158,6 +158,7 @@ def c(completions, answer): return [len(each) for each in completions + answer]
 
 OF_TRL = """
 import re
+import numpy as np
 
 def contents(completions, **kwargs):
     contents = [completion[0]["content"] for completion in completions]
@@ -171,9 +172,30 @@ def last(prompts, completions, answer, log_extra=None, log_metric=None):
 def texts(completions, **kwargs):
     return [float(text[:1] == "s" and text == "so" and text[1] + text[-1] == "oo") for text in completions]
 
-def state(completions, trainer_state, **kwargs): return [0.0] * len(completions)
+def state(completions, trainer_state, **kwargs): return [trainer_state.global_step] * len(completions)
 def extra(completions, log_extra): return [0.0] * len(completions)
-def metric(completions, *, log_metric, **kwargs): return [0.0] * len(completions)
+def rooms(completions, environments): return [0.0] * len(completions)
+
+def lists(completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
+    roles = [[message["role"] for message in completion] for completion in completions]
+    assert roles == [["assistant"]] * 3 and all(isinstance(completion, list) for completion in completions)
+    return [len(message["content"]) for completion in completions for message in completion]
+
+def metric(completions: "List[List[dict]]", *, log_metric, **kwargs):
+    for completion in completions:
+        log_metric("length", len(completion[0]["content"]))
+    return [0.0] * len(completions)
+
+async def another(completions, log_metric=None):
+    log_metric("length", np.float32(11))
+    log_metric("other", 2)
+    return [None] * len(completions)
+
+def unnamed(completions, log_metric): log_metric(3, 1.0)
+def infinite(completions, log_metric): log_metric("length", float("inf"))
+def fails(completions, log_metric):
+    log_metric("lost", 1.0)
+    raise ValueError
 """
 
 
@@ -187,9 +209,33 @@ def test_functions_of_trl_read_messages(tmp_path):
     assert scored.rewards == [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"), [("state", "trainer_state"), ("extra", "log_extra"), ("metric", "log_metric")]
-)
+def test_functions_of_trl_get_messages_the_step_and_metrics(tmp_path):
+    plugin = tmp_path / "rewards.py"
+    plugin.write_text(OF_TRL)
+    prompts = [[{"role": "user", "content": "q"}]] * 3
+    names = ("lists", "state", "metric", "another", "unnamed", "infinite", "fails")
+    with RewardProcess(names, [plugin]) as process:
+        for step in (1, 2):
+            scored = process.score(prompts, ["so", "", "x"], [[1]] * 3, {}, step)
+            assert scored.rewards == [[2, 0, 1], [step - 1] * 3, [0, 0, 0], *[[None] * 3] * 4]
+            assert scored.metrics == {"length": (2 + 0 + 1 + 11) / 4, "other": 2}
+            unnamed, infinite, fails = scored.failures
+    assert mentions(unnamed, "unnamed log_metric(3, 1.0)")
+    assert mentions(infinite, "infinite log_metric('length', inf)")
+    assert mentions(fails, "fails ValueError")
+
+
+def test_rewards_of_trl_itself(tmp_path):
+    pytest.importorskip("trl")
+    plugin = tmp_path / "rewards.py"
+    plugin.write_text("from trl.rewards import think_format_reward")
+    texts = ["<think>a</think>b", "b"]
+    with RewardProcess(["think_format_reward"], [plugin]) as process:
+        scored = process.score([[]] * 2, texts, [[1]] * 2, {}, 1)
+    assert scored.rewards == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize(("name", "argument"), [("extra", "log_extra"), ("rooms", "environments")])
 def test_arguments_of_trls_trainer_are_named_at_the_start(tmp_path, name, argument):
     plugin = tmp_path / "rewards.py"
     plugin.write_text(OF_TRL)
@@ -209,7 +255,7 @@ def test_rows_with_values_that_json_does_not_have_are_used(tmp_path):
     with RewardProcess(["f"], [plugin]) as process:
         process.check_columns(columns_in(prompts), omitted=omitted_in(prompts))
         columns = columns_of(prompts, columns_in(prompts))
-        assert process.score([[]], ["a"], [[1]], columns, 1).rewards == [[5.0]]
+        assert process.score([[]], ["a"], [[1]], columns, 1).rewards == [[7.0]]
     with (
         RewardProcess(["g"], [plugin]) as process,
         pytest.raises(UserError, match=naming("--reward_funcs g --dataset day date")),

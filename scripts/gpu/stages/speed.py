@@ -3,9 +3,9 @@ device.
 
 Each case runs in a subprocess and adds a line to the results. The most important cases are first, because the stage can
 be stopped. Weights are drawn on the device, and rows are created in memory. By default, rows are packed and have the
-same length; a step is one micro-batch. In the results, `x` is the ratio to another case, if that case was measured. The
-plain loop has float32 weights under bfloat16 autocast, because swiftlite also keeps float32 weights and moments. It
-uses SDPA and torch's fused AdamW.
+same length; a step is one micro-batch unless its name says so. In the results, `x` is the ratio to another case, if
+that case was measured. The plain loop has float32 weights under bfloat16 autocast, because swiftlite also keeps float32
+weights and moments. It uses SDPA and torch's fused AdamW.
 """
 
 import importlib
@@ -103,7 +103,7 @@ def run_case(name: str, settings: Settings, results: Results) -> None:
     case.run(case, settings, results)
 
 
-def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "whole") -> None:
+def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "whole", micro_batches: int = 1) -> None:
     length, steps = size_of(settings)
     config = shape(case.shape, settings.tiny)
     vocab = config["vocab_size"]
@@ -112,14 +112,15 @@ def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "
         model="-",
         max_length=length,
         micro_batch_size=ROWS,
-        global_batch_size=ROWS,
+        global_batch_size=ROWS * micro_batches,
         train_iters=steps,
         mtp_init="random",
         **options,
     )
-    rows = random_rows(steps * ROWS, length, vocab)
+    num_rows = steps * ROWS * micro_batches
+    rows = random_rows(num_rows, length, vocab)
     if lengths == "lognormal":
-        rows = lognormal_rows(steps * ROWS * length, length, vocab)
+        rows = lognormal_rows(num_rows * length, length, vocab)
     with trainee(config, args, rows) as trainer:
         is_cuda = trainer.mesh.device.is_cuda
         measured = [trainer.step(step) for step in range(1, steps)][FASTEST:] or [trainer.step(steps)]
@@ -224,12 +225,23 @@ ALONE: dict[str, Any] = {"mtp_num_layers": 0}
 HEADS_ONLY = HEAD | {"mtp_mode": "heads_only"}
 LORA = HEAD | {"tuner_type": "lora"}
 PLAIN = "1.7B, plain loop"
+ONE_HEAD = "1.7B, one head"
 CASES = (
-    Case("1.7B, one head", "1.7B", swiftlite, HEAD),
+    Case(ONE_HEAD, "1.7B", swiftlite, HEAD),
+    Case("1.7B, one head, flash", "1.7B", swiftlite, HEAD | {"attention_backend": "flash"}, rival=ONE_HEAD),
+    # As other frameworks measure: an optimizer step for several micro-batches.
+    Case("1.7B, one head, 4 micro-batches", "1.7B", partial(swiftlite, micro_batches=4), HEAD, rival=ONE_HEAD),
     Case(PLAIN, "1.7B", plain),
     Case("1.7B, no head", "1.7B", swiftlite, ALONE, rival=PLAIN),
     Case("1.7B, plain loop, compiled", "1.7B", partial(plain, compiles=True), rival=PLAIN),
     Case("1.7B, plain loop, Liger", "1.7B", partial(plain, liger=True), rival=PLAIN, needs="liger_kernel"),
+    Case(
+        "1.7B, plain loop, compiled, Liger",
+        "1.7B",
+        partial(plain, compiles=True, liger=True),
+        rival=PLAIN,
+        needs="liger_kernel",
+    ),
     Case("loss of 8,192 positions", "1.7B", loss_alone),
     Case("1.7B, lognormal, packed", "1.7B", partial(swiftlite, lengths="lognormal"), HEAD),
     Case(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -91,17 +91,19 @@ def write_adapter(
     base: AdapterBase,
     tensors: Mapping[str, torch.Tensor],
     saved: Mapping[str, torch.Tensor],
+    task_type: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM",
 ) -> None:
     """Write the two files that PEFT reads.
 
     Args:
         tensors: adapter tensors (A, B and magnitudes) by the HF names of `adapter_rows`.
         saved: tensors that were trained in full, by HF name.
+        task_type: kind of model that PEFT adds the adapters to: a language model, or a reward model.
     """
     modules = {key.removesuffix(_A) for key in tensors if key.endswith(_A)}
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task_type,
         "base_model_name_or_path": base.model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,

@@ -29,7 +29,15 @@ class WithColumns:
         Raises:
             RowError: a field is invalid, or two columns have the same new name.
         """
-        return self.parse(renamed(row, self.columns), system=system, source=source)
+        try:
+            return self.parse(renamed(row, self.columns), system=system, source=source)
+        except RowError as error:
+            absent = [name for name in self.columns if isinstance(row, dict) and name not in row]
+            if not absent or not isinstance(row, dict):
+                raise
+            field, _, problem = error.problem.partition(": ")
+            given = f"--columns renames {', '.join(absent)}, but the row has {', '.join(map(str, row))}"
+            raise RowError(field, problem, "; ".join(filter(None, (given, error.hint)))) from None
 
 
 def renamed(row: object, columns: Mapping[str, str]) -> object:

@@ -55,8 +55,12 @@ def request_of(prompt: Sequence[int], sampling: Sampling, seed: int) -> dict[str
         "prompt": list(prompt),
         "n_predict": sampling.max_new_tokens,
         "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
         "top_p": sampling.top_p,
-        "samplers": ["temperature", "top_p"],
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repetition_penalty,
+        "repeat_last_n": -1,  # the whole text
+        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
         "seed": seed,
         "ignore_eos": not sampling.stop_token_ids,
         "return_tokens": True,

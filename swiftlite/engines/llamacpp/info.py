@@ -17,6 +17,7 @@ LLAMACPP = EngineInfo(
     convention="swiftlite.families.serving.llamacpp:convention",
     measured="b11549",
     server_takes_draft_schedule=False,
+    sampling_options=("top_p", "top_k", "min_p", "repetition_penalty"),
     joins_ngrams=True,
     drafts_without_heads=True,
     supports_draft_vocab=False,

@@ -18,7 +18,15 @@ import torch
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.base.errors import UserError
 from swiftlite.engines.devices import on_devices, outside_torchrun
-from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
+from swiftlite.engines.engine import (
+    Completion,
+    EngineConfig,
+    OnAnswer,
+    Sampling,
+    check_prompts,
+    filters_of,
+    finish_reason,
+)
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.sglang.info import SGLANG
@@ -101,7 +109,8 @@ class SglangEngine:
                 input_ids=list(prompt),
                 sampling_params={
                     "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
+                    **filters_of(sampling),
+                    "top_k": sampling.top_k or -1,
                     # SGLang rejects a request whose prompt and answer might not fit.
                     "max_new_tokens": min(sampling.max_new_tokens, self._max_length - len(prompt)),
                     "stop_token_ids": list(sampling.stop_token_ids),

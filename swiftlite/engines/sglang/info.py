@@ -64,6 +64,10 @@ SGLANG = EngineInfo(
     measured="0.5.23",
     memory_option="mem_fraction_static",
     draws_rollouts=True,
+    sampling_options=("top_p", "top_k", "min_p", "repetition_penalty"),
+    # It verifies drafts with the penalty of the text before the step, and without min_p (speculative/eagle_utils.py).
+    sampling_options_without_drafts=("min_p", "repetition_penalty"),
+    filters_log_p=False,
     options_class=SglangArgs,
     read_speculative_config=read_speculative_config,
     rules=(numbers_go_together, numbers_agree),

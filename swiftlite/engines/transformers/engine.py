@@ -47,7 +47,7 @@ from swiftlite.engines.transformers.eagle3 import load_drafter
 from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
-from swiftlite.engines.transformers.verification import verify, verify_greedily, warpers
+from swiftlite.engines.transformers.verification import processed, verify, verify_greedily, warpers
 from swiftlite.families import eagle3
 from swiftlite.families.resolved import HfModel
 
@@ -164,17 +164,18 @@ class TransformersEngine:
         ids = torch.tensor([list(prompt)], device=self._decoder.device)
         limit = min(len(prompt) + sampling.max_new_tokens, self.max_length)
         cache = whole_cache(self._decoder.config)
-        processor = warpers(sampling)
+        processor, is_drawn = warpers(sampling), sampling.temperature > 0
         images = None
         if isinstance(prompt, ImagePrompt):
             images = ImageInputs(prompt, self._vision_model)
-        drafter = self._make_drafter(processor, generator, sampling.draft_confidence, images)
+        drafter = self._make_drafter(processor, generator, sampling, images)
+        answer: list[int] = []
         log_p: list[float] = []
         draft_depths: list[int] = []
         fed = None  # trunk states of the last pass that heads read
         while True:
             drafted_ids, drawn_from = _draft(drafter, ids, fed)
-            drafted_ids, is_ngram = self._with_ngrams(drafted_ids, ids, fed, is_drawn=processor is not None)
+            drafted_ids, is_ngram = self._with_ngrams(drafted_ids, ids, fed, is_drawn=is_drawn)
             drafts = drafted_ids[0, ids.shape[1] :]
             num_drafted = len(drafts)
             begin = None
@@ -182,11 +183,10 @@ class TransformersEngine:
                 begin = RecurrentStates(cache)
             new_ids = drafted_ids[:, cache.get_seq_length() :]
             before, after, features = self._states(new_ids, cache, images)
-            logits = self._output_layer(after[0, -num_drafted - 1 :])
-            if processor is None:
+            logits = processed(processor, drafted_ids, self._output_layer(after[0, -num_drafted - 1 :]))
+            if not is_drawn:
                 tokens = verify_greedily(drafts, logits)
             else:
-                logits = processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
                 p = logits.softmax(dim=-1)
                 q = p[:0]
                 if is_ngram:  # certain drafts
@@ -210,18 +210,18 @@ class TransformersEngine:
                 fed = layer.fused(features)
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
-                is_stop = token in sampling.stop_token_ids
+                answer.append(token)
+                is_stop = sampling.ends(answer)
                 if is_stop or ids.shape[1] >= limit:
-                    completion = ids[0, len(prompt) :].tolist()
-                    of_tokens = log_p[: len(completion)] if sampling.log_p else None
+                    of_tokens = log_p[: len(answer)] if sampling.log_p else None
                     reason = "stop" if is_stop else "length"
-                    return Completion(completion, reason, of_tokens, draft_depths[: len(completion)])
+                    return Completion(answer, reason, of_tokens, draft_depths[: len(answer)])
 
     def _make_drafter(
         self,
         processor: LogitsProcessorList | None,
         generator: torch.Generator,
-        confidence: float,
+        sampling: Sampling,
         images: ImageInputs | None,
     ) -> MtpCandidateGenerator | None:
         """Return the drafter for one prompt; None without speculation."""
@@ -235,9 +235,10 @@ class TransformersEngine:
             self._drafting,
             processor,
             generator,
-            confidence,
+            sampling.draft_confidence,
             images,
             self._embedding_multiplier,
+            is_greedy=sampling.temperature == 0,
         )
 
     def _states(

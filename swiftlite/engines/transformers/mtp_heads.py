@@ -196,12 +196,13 @@ class MtpCandidateGenerator(CandidateGenerator):
         heads: the MTP heads, loaded by `load_heads`.
         num_tokens: tokens to draft per round.
         drafting: inputs of the heads, `MtpLayout.drafting` of the family.
-        logits_processor: applied to the heads' logits before drafts are sampled; None drafts the most likely token.
+        logits_processor: applied to the heads' logits; None drafts the most likely token.
         generator: random number generator; None is torch's default.
         confidence: drafting stops after a draft token with a smaller probability; this token is still proposed. With 0,
             `num_tokens` tokens are always drafted.
         images: images of the prompt, whose features the heads read in place of placeholder tokens; None without images.
         embedding_multiplier: factor of the embeddings that heads read, if it is not in the embedding's module.
+        is_greedy: whether the most likely token is drafted also with a `logits_processor`.
     """
 
     requires_model_outputs = True
@@ -219,6 +220,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         confidence: float = 0.0,
         images: ImageInputs | None = None,
         embedding_multiplier: float = 1.0,
+        is_greedy: bool = False,
     ):
         self._images = images
         self._embedding_multiplier = embedding_multiplier
@@ -228,6 +230,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         self._heads: list[Any] = list(heads)[:num_tokens]
         self._num_tokens = num_tokens
         self._logits_processor = logits_processor
+        self._is_greedy = is_greedy or logits_processor is None
         self._generator = generator
         self._confidence = confidence
         self._reset()
@@ -356,10 +359,11 @@ class MtpCandidateGenerator(CandidateGenerator):
         """
         output_layer = head.output_layer or self._output_layer
         logits = output_layer(hidden[:, -1])
-        if self._logits_processor is None:
+        if self._logits_processor is not None:
+            logits = self._logits_processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
+        if self._is_greedy:
             draft = logits.argmax(dim=-1)
         else:
-            logits = self._logits_processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
             drawn_from.append(logits)
             draft = draw(logits[0].softmax(dim=-1), self._generator)
         ids = torch.cat((ids, draft[None]), dim=1)

@@ -9,19 +9,48 @@ Shapes: K drafts, V vocabulary.
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from swiftlite.engines.engine import Sampling
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList | None:
-    """Return the processors that apply temperature and top-p to logits; None for greedy decoding."""
-    if sampling.temperature == 0:
-        return None
-    chosen: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
-    if sampling.top_p < 1:
-        chosen.append(TopPLogitsWarper(sampling.top_p))
-    return LogitsProcessorList(chosen)
+    """Return the processors of logits, in the order of `generate` in transformers; None if there are none.
+
+    Greedy decoding has a repetition penalty, but no temperature and no filters.
+    """
+    chosen: list[Any] = []
+    if sampling.repetition_penalty != 1:
+        chosen.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
+    if sampling.temperature:
+        chosen.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k:
+            chosen.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            chosen.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            chosen.append(MinPLogitsWarper(sampling.min_p))
+    return LogitsProcessorList(chosen) if chosen else None
+
+
+def processed(processor: LogitsProcessorList | None, ids_1S: torch.Tensor, logits_KV: torch.Tensor) -> torch.Tensor:
+    """Apply processors to the logits of the last K positions of a text, each with the text up to its position.
+
+    The repetition penalty of a position depends on the drafts before it.
+    """
+    if processor is None:
+        return logits_KV
+    first = ids_1S.shape[1] - len(logits_KV) + 1
+    logits_KV, rows = logits_KV.float(), range(len(logits_KV))
+    parts: list[Any] = [processor(ids_1S[:, : first + row], logits_KV[row : row + 1]) for row in rows]  # type: ignore[arg-type]
+    return torch.cat(parts)
 
 
 def draw(probabilities_V: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

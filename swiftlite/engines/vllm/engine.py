@@ -15,7 +15,15 @@ import torch
 from swiftlite.acceptance.counts import DraftCounts, SourceCounts
 from swiftlite.base.errors import UserError
 from swiftlite.engines.devices import on_devices, outside_torchrun
-from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, finish_reason
+from swiftlite.engines.engine import (
+    Completion,
+    EngineConfig,
+    OnAnswer,
+    Sampling,
+    check_prompts,
+    filters_of,
+    finish_reason,
+)
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import plugin_problem
 from swiftlite.engines.vllm.image_inputs import check_same_length, image_options, vllm_prompt
@@ -96,7 +104,7 @@ class VllmEngine:
         parameters = [
             SamplingParams(
                 temperature=sampling.temperature,
-                top_p=sampling.top_p,
+                **filters_of(sampling),
                 max_tokens=sampling.max_new_tokens,
                 seed=sampling.seed_of(place),
                 stop_token_ids=list(sampling.stop_token_ids),
@@ -108,7 +116,7 @@ class VllmEngine:
         # Like `LLM.generate`, but with a callback for each finished answer.
         asked: list[Any] = [vllm_prompt(prompt) for prompt in prompts]
         request_ids = self._llm.enqueue(asked, parameters, use_tqdm=False)
-        if self.num_speculative_tokens:
+        if self.num_speculative_tokens or sampling.stop_strings:
             self._report_each_step(request_ids)
         lengths: list[list[int]] = [[] for _ in prompts]  # of each answer, after each of its steps
         completions: dict[int, Completion] = {}
@@ -116,10 +124,15 @@ class VllmEngine:
             for output in cast(Sequence[Any], self._llm.llm_engine.step()):
                 # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
                 place = int(output.request_id) - int(request_ids[0].partition("-")[0])
+                known = lengths[place][-1] if lengths[place] else 0
                 lengths[place].append(len(output.outputs[0].token_ids))
-                if output.finished:
+                end = sampling.stop_strings and sampling.stop_strings.end(output.outputs[0].token_ids, known)
+                if end and not output.finished:
+                    self._llm.llm_engine.abort_request([output.request_id])
+                if end or output.finished:
                     check_same_length(prompts[place], len(output.prompt_token_ids or ()))
-                    completions[place] = _completion(output, lengths[place])
+                    completion = _completion(output, lengths[place] if self.num_speculative_tokens else None)
+                    completions[place] = completion.until(end) if end else completion
                     if on_answer:
                         on_answer(place, completions[place])
         return [completions[place] for place in range(len(prompts))]
@@ -176,23 +189,25 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
-def _completion(output: Any, lengths: Sequence[int]) -> Completion:
+def _completion(output: Any, lengths: Sequence[int] | None) -> Completion:
     """Convert a RequestOutput of vLLM to a `Completion`.
 
     Args:
-        lengths: number of tokens of the answer after each of its steps, if vLLM drafts.
+        lengths: number of tokens of the answer after each of its steps; None if vLLM does not draft.
     """
     answer = output.outputs[0]
     log_p = None
     if answer.logprobs is not None:
         log_p = [of_place[token].logprob for token, of_place in zip(answer.token_ids, answer.logprobs, strict=True)]
     depths = None
-    if answer.spec_decode_metrics is not None:
+    if lengths is not None and not output.finished:
+        depths = draft_depths(lengths, None)
+    elif lengths is not None and answer.spec_decode_metrics is not None:
         depths = draft_depths(lengths, answer.spec_decode_metrics.histogram)
     return Completion(list(answer.token_ids), finish_reason(answer.finish_reason), log_p, depths)
 
 
-def draft_depths(lengths: Sequence[int], steps_by_accepted: Sequence[int]) -> list[int]:
+def draft_depths(lengths: Sequence[int], steps_by_accepted: Sequence[int] | None) -> list[int]:
     """Return for each token of an answer its position in the drafts of its step, counted from 1; 0 for a token of the
     trunk.
 
@@ -203,11 +218,12 @@ def draft_depths(lengths: Sequence[int], steps_by_accepted: Sequence[int]) -> li
 
     Args:
         lengths: number of tokens after each step.
-        steps_by_accepted: number of drafting steps with 0, 1, 2, ... accepted drafts.
+        steps_by_accepted: number of drafting steps with 0, 1, 2, ... accepted drafts. None: no step is truncated.
     """
     begins = [0, *lengths[:-1]]
-    accepted = [end - begin - 1 for begin, end in pairwise(begins)]
-    accepted.append(sum(number * steps for number, steps in enumerate(steps_by_accepted)) - sum(accepted))
+    accepted = [end - begin - 1 for begin, end in pairwise([0, *lengths])]
+    if steps_by_accepted is not None:
+        accepted[-1] = sum(number * steps for number, steps in enumerate(steps_by_accepted)) - sum(accepted[:-1])
     depths = []
     for begin, end, number in zip(begins, lengths, accepted, strict=True):
         of_step = [*range(1, number + 1), 0]

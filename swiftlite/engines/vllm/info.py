@@ -54,6 +54,7 @@ VLLM = EngineInfo(
     memory_option="gpu_memory_utilization",
     serves_adapters=True,
     draws_rollouts=True,
+    sampling_options_without_drafts=("min_p",),
     takes_draft_schedule=True,
     joins_ngrams=True,
     emulates_bfloat16=True,

@@ -17,7 +17,7 @@ import torch
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
 from swiftlite.base.errors import UserError, clip
-from swiftlite.engines.engine import Completion, FinishReason, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.engine import Completion, FinishReason, OnAnswer, Sampling, check_prompts, filters_of
 from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_channel import VllmChannel
@@ -34,7 +34,7 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.1, 30.0
 """Bounds of the seconds before a request is sent again that a proxy has not accepted."""
 COMPLETIONS = "/v1/completions"
 INFO = "/server_info?config_format=json"
-_NO_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_NO_DEFAULTS = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Sampling settings that a server otherwise takes from generation_config.json of its model."""
 
 
@@ -143,11 +143,13 @@ class ServedVllm:
             # vLLM rejects requests that could exceed its maximum length.
             "max_tokens": min(sampling.max_new_tokens, self.max_length - len(prompt)),
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            **filters_of(sampling),
             **_NO_DEFAULTS,
             "seed": seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # only stop_token_ids end an answer
+            "ignore_eos": True,  # only stop_token_ids and texts end an answer
+            "stop": list(sampling.stop_strings.strings) if sampling.stop_strings else None,
+            "skip_special_tokens": False,  # texts can contain them
             "return_token_ids": True,
             "logprobs": 0 if sampling.log_p else None,  # of the sampled token alone
         }

@@ -33,7 +33,7 @@ from swiftlite.improve.speedup.plan import ANSWERS, HELD_OUT, Commands, only_fit
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result
 from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
 from swiftlite.improve.speedup.state import MODEL, Progress
-from swiftlite.improve.speedup.steps import CommandStep, is_complete, run_step
+from swiftlite.improve.steps import CommandStep, is_complete, run_step
 from swiftlite.runtime.environment import sees_gpu
 from swiftlite.runtime.lock import only_run_in
 

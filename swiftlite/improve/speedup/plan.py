@@ -12,7 +12,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.hub.model import is_gguf
 from swiftlite.improve.speedup.held_out import NUM_HELD_OUT
 from swiftlite.improve.speedup.state import MODEL
-from swiftlite.improve.speedup.steps import CommandStep
+from swiftlite.improve.steps import CommandStep
 from swiftlite.runtime.environment import sees_gpu
 
 DRAFTED = 3

@@ -25,7 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from swiftlite.model.attention import merged_attention
+from swiftlite.model.attention import cudnn, merged_attention
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.sinks import attend_with_sinks
 from swiftlite.model.context_parallel import (
@@ -97,6 +97,7 @@ class CoreAttention(MegatronModule):
             for each sequence.
         prefix: attention kernel with separate forward and backward functions (`kernels.prefix_kernel`); None if the
             selected kernels have no such functions.
+        prefers_cudnn: whether cuDNN computes long sequences, see `cudnn.py`.
         window: number of keys that a query sees: the last ones up to its position; None: all keys up to its position.
             With context parallelism, keys outside of the windows are gathered too, but neither copied nor computed.
         has_sinks: whether each head has a sink (`sinks.py`).
@@ -114,6 +115,7 @@ class CoreAttention(MegatronModule):
         k_channels: int | None = None,
         varlen: Callable[..., Any] | None = None,
         prefix: merged_attention.PrefixKernel | None = None,
+        prefers_cudnn: bool = False,
         window: int | None = None,
         has_sinks: bool = False,
         **unused: Any,
@@ -134,6 +136,7 @@ class CoreAttention(MegatronModule):
             varlen = varlen and partial(varlen, window=window)
         self.varlen, self.prefix = varlen, prefix
         self.dropout = config.attention_dropout
+        self.prefers_cudnn = prefers_cudnn and window is None and not has_sinks and not self.dropout
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         if softmax_scale is None:
@@ -171,7 +174,8 @@ class CoreAttention(MegatronModule):
         """
         assert attention_bias is None
         if isinstance(attention_mask, Cache):
-            return self._attend_cached(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
+            with cudnn.excluded(query_SBND.device):
+                return self._attend_cached(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
         if packed_seq_params is not None:
             assert packed_seq_params.qkv_format == "thd"
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
@@ -179,6 +183,8 @@ class CoreAttention(MegatronModule):
             if attention_mask is not None and self.window is not None:
                 outside = outside_window(query_SBND.size(0), key_SBGD.size(0), self.window, query_SBND)
                 attention_mask = attention_mask | (outside < 0)
+            if attention_mask is None and self.prefers_cudnn and query_SBND.size(0) >= cudnn.LEAST:
+                return cudnn.attend(query_SBND, key_SBGD, value_SBGD, self.softmax_scale).flatten(2)
             return self._attend(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
 
         if attention_mask is not None:
@@ -215,6 +221,12 @@ class CoreAttention(MegatronModule):
         segments: tuple[Segment, ...],
     ) -> torch.Tensor:
         """Return the attention [S, B, N, D] of this rank's queries to the keys of the whole row."""
+        num_queries = query_SBND.size(0)
+        # Between context-parallel ranks, queries see more keys than there are queries, which cuDNN aligns differently.
+        if self.prefers_cudnn and num_queries == key_SBGD.size(0) and num_queries >= LONG * len(segments):
+            lengths = [segment.num_queries for segment in segments]
+            sequences = zip(*(tensor.split(lengths) for tensor in (query_SBND, key_SBGD, value_SBGD)), strict=True)
+            return torch.cat([cudnn.attend(*sequence, self.softmax_scale) for sequence in sequences])
         if self.prefix is not None and is_for_slices(query_SBND, key_SBGD, segments):
             return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments)
         attend = self._attend_varlen if self.varlen else self._attend_segments

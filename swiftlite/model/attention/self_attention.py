@@ -14,7 +14,8 @@ from megatron.core.transformer.attention import SelfAttention as McoreSelfAttent
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.model.attention.rope import rotation
+from swiftlite.model.attention.rope import fused_norm_and_rotate, rotation
+from swiftlite.model.layers.norm import DeferredRMSNorm
 
 
 class SelfAttention(McoreSelfAttention):
@@ -128,8 +129,13 @@ class SelfAttention(McoreSelfAttention):
         if not self.is_rotary:
             return query, key, *others
         rotary_pos_emb = rotary_pos_emb[..., self.rope]
-        rotate = rotation(self.config, self.rope_interleave)
-        return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
+        query = self._rotated(query, self.q_layernorm, rotary_pos_emb)
+        return query, self._rotated(key, self.k_layernorm, rotary_pos_emb), *others
+
+    def _rotated(self, heads_SBND: torch.Tensor, norm: Any, rotary_emb: torch.Tensor) -> torch.Tensor:
+        if isinstance(norm, DeferredRMSNorm):
+            return fused_norm_and_rotate(heads_SBND, norm.weight, rotary_emb, norm.eps, norm.is_zero_centered)
+        return rotation(self.config, self.rope_interleave)(heads_SBND, rotary_emb)
 
     def _query_key_value(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, V] if D and V differ."""

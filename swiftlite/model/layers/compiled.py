@@ -1,7 +1,8 @@
 """Compile functions that fuse many operations on a GPU. On a CPU they run uncompiled (`runtime/cpu.py`)."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,9 +14,25 @@ without gradients, one row or several); at torch's default limit of 8, torch sil
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled(function: Function) -> Function:
-    """Compile a function at its first call, with dynamic shapes, because the length of rows varies."""
-    return torch.compile(function, dynamic=True)  # type: ignore[return-value]
+def compiled(function: Function, static: Sequence[int] = ()) -> Function:
+    """Compile a function at its first call, with dynamic shapes, because the length of rows varies.
+
+    Args:
+        static: for each of the first arguments, which are tensors, the number of last dimensions whose sizes are the
+            same in a whole run. A kernel with a dynamic number of channels divides by it several times per element, and
+            its loads are narrow, because rows may start anywhere.
+    """
+    with_any_shape: Any = torch.compile(function, dynamic=True)
+    if not static:
+        return with_any_shape
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        for tensor, number in zip(args, static, strict=False):
+            torch._dynamo.mark_static(tensor, list(range(tensor.dim() - number, tensor.dim())))
+        return with_any_shape(*args)
+
+    return cast(Function, call)
 
 
 def raise_version_limit() -> None:

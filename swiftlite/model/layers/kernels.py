@@ -71,7 +71,9 @@ def modules_of(kernels: Kernels, *, norms_round_last: bool = False) -> Modules:
             experts = te.GroupedMLP
         if kernels.low_precision is not None:
             te.check_available(kernels.low_precision)
-    params = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
+    params: dict[str, Any] = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
+    if kernels.attention != "te":
+        params["prefers_cudnn"] = kernels.prefers_cudnn
     return Modules(
         norm=norm,
         norm_returning_input=returning_input(norm),

@@ -67,6 +67,14 @@ class FusedRMSNorm(RMSNorm):
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
+class DeferredRMSNorm(FusedRMSNorm):
+    """The norm of queries or keys that is computed by the kernel of their rotary embedding (`rope.norm_and_rotate`)."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        return hidden
+
+
 class SharedNorm(nn.Module):
     """The output norm of MTP heads that use the trunk's final norm. It has no weight.
 
@@ -123,7 +131,7 @@ def zero_centered_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -
     return (normed * (1.0 + weight.float())).to(hidden.dtype)
 
 
-fused_zero_centered_norm = compiled(zero_centered_norm)
+fused_zero_centered_norm = compiled(zero_centered_norm, static=(1, 1))
 
 
 @cache

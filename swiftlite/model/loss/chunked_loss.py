@@ -34,6 +34,7 @@ from swiftlite.model.loss.losses import (
     cross_entropy_,
     distance_of,
     entropy,
+    entropy_,
     laid_out,
     overlap_of,
     sharing,
@@ -79,6 +80,25 @@ class LabelTarget:
             return _cross_entropy_(logits_CV, label_C, share_C1, group), None
         logit_C1 = logits_CV.gather(1, label_C[:, None])
         return _fused_cross_entropy_(logits_CV, logit_C1, label_C, share_C1)
+
+
+@dataclass(frozen=True)
+class EntropyTarget:
+    """The entropy of each position's distribution, which has a gradient, unlike that of a `LabelTarget`."""
+
+    def loss_(
+        self,
+        logits_CV: torch.Tensor,
+        rows: slice,
+        group: Group,
+        share_C1: torch.Tensor | None = None,
+    ) -> Results:
+        """Return the entropies [C] of a chunk, as `LabelTarget.loss_`."""
+        best_C = logits_CV.argmax(dim=-1) if group is None else None
+        wide_CV = logits_CV.float()
+        entropy_C = entropy_(wide_CV, group)
+        _put_(wide_CV, share_C1, logits_CV)
+        return entropy_C, best_C
 
 
 @dataclass(frozen=True)
@@ -230,7 +250,7 @@ _fused_cross_entropy_ = compiled(_whole_cross_entropy_)
 _fused_distance_ = compiled(_distance_)
 _fused_entropy = compiled(entropy)
 
-Target = LabelTarget | TrunkTarget | TeacherTarget
+Target = LabelTarget | EntropyTarget | TrunkTarget | TeacherTarget
 
 
 def chunked_loss(

@@ -132,6 +132,16 @@ def entropy(logits_NV: torch.Tensor, group: Group) -> torch.Tensor:
     return -_sum_of_products(log_p_NV.exp(), log_p_NV, group)
 
 
+def entropy_(logits_NV: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the entropy [N] of each position's distribution p in nats, and overwrite the logits with its gradient,
+    -p * (log p + entropy)."""
+    log_p_NV = _log_softmax_(logits_NV, group)
+    p_NV = log_p_NV.exp()
+    entropy_N = -_sum_of_products(p_NV, log_p_NV, group)
+    log_p_NV.add_(entropy_N[:, None]).mul_(p_NV).neg_()
+    return entropy_N
+
+
 def distillation_loss(
     logits_NV: torch.Tensor,
     trunk_logits: Callable[[slice], torch.Tensor],

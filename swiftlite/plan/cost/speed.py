@@ -138,7 +138,7 @@ class Step:
         outside, heads, rank = self.architecture.outside, self.setup.heads, self.rank
         vocabularies = [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.drafts
         if not self.is_trunk_frozen:
-            vocabularies.insert(0, outside.local_vocab(rank))
+            vocabularies.insert(0, outside.local_outputs(rank))
         per_logit: float = _UNFUSED_LOGIT_BYTES
         if self.setup.is_fused and rank.tp == 1:
             per_logit = self.software.logit_bytes

@@ -66,11 +66,15 @@ class ModelOnRank:
         head_vocabularies = [self.drafted or self.vocab] * self.setup.heads.drafts
         if self.is_trunk_frozen:
             return head_vocabularies
-        return [self.vocab, *head_vocabularies]
+        return [self.outside.local_outputs(self.rank), *head_vocabularies]
 
     def embedding(self) -> ParameterCount:
-        """Count the parameters of the embedding, or of an untied output layer."""
+        """Count the parameters of the embedding."""
         return ParameterCount(self.vocab * self.hidden)
+
+    def output_layer(self) -> ParameterCount:
+        """Count the parameters of an untied output layer."""
+        return ParameterCount(self.outside.local_outputs(self.rank) * self.hidden)
 
     def mtp_layer(self) -> ParameterCount:
         """Count the parameters of an MTP layer: norms, a projection, a decoder layer and, in some families, an output
@@ -203,7 +207,7 @@ class VirtualStage:
         if has_embedding:
             count += model.embedding()
         if self.is_last and not (model.outside.is_tied and has_embedding):
-            count += model.embedding()
+            count += model.output_layer()
         if self.has_final_norm:
             count += ParameterCount(model.hidden)
         return count

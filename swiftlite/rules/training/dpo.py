@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import DpoArgs
+from swiftlite.args.commands import DpoArgs, RmArgs
 from swiftlite.args.config import Problem
 from swiftlite.families.index import FAMILIES, known_architecture
 from swiftlite.plan.facts import Facts, near_path
@@ -14,7 +14,7 @@ from swiftlite.rules import common
 from swiftlite.rules.training import sft
 
 
-def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+def pairs_have_room(args: DpoArgs | RmArgs, facts: Facts) -> Iterator[Problem]:
     """Require packed rows that are long enough for both answers of a pair."""
     if not args.packing or out_of_bounds(args):
         return

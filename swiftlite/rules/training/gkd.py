@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from swiftlite.args.commands import GkdArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.docs import options
+from swiftlite.args.fields import SamplingArgs
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of
 from swiftlite.rules import common
@@ -24,6 +26,7 @@ def completions_fit_the_batches(args: GkdArgs, facts: Facts) -> Iterator[Problem
 def completions_can_be_drawn(args: GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.lmbda:
         yield from grpo.engine_can_generate(args, facts)
+        yield from grpo.engine_has_the_sampling_options(args, facts)
         yield from grpo.draft_schedule_fits_the_engine(args, facts)
 
 
@@ -40,7 +43,7 @@ def settings_have_an_effect(args: GkdArgs, facts: Facts) -> Iterator[str]:
         "num_speculative_tokens": no_heads if no_heads[0] else of_engine,
         "draft_schedule": no_heads if no_heads[0] else of_engine,
         **dict.fromkeys(("infer_backend", *grpo.KWARGS_OF_ENGINES), of_engine if of_engine[0] else served),
-        "rollout_server": of_engine,
+        **dict.fromkeys(("rollout_server", *options(SamplingArgs)), of_engine),
         "max_batch_size": of_engine,
         "temperature": never,
         "max_completion_length": never,

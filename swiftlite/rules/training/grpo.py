@@ -9,6 +9,8 @@ from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.docs import options
+from swiftlite.args.fields import FILTERS, SamplingArgs
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import read_schedule
@@ -19,7 +21,8 @@ from swiftlite.plan.heads import heads_of, mtp_init_of
 from swiftlite.plan.layout import choices
 from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
-from swiftlite.rewards.settings import reward_settings_of
+from swiftlite.rewards.models import check_directory
+from swiftlite.rewards.settings import name_of, reward_names_of, reward_settings_of
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft, teacher
 
@@ -41,21 +44,36 @@ def prompts_stay_whole(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Probl
 
 
 def rewards_are_given(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
-    if not args.reward_funcs and not args.rollouts_from and not args.teacher_model:
+    names = reward_names_of(args)
+    if not names and not args.rollouts_from and not args.teacher_model:
         yield (
             "--reward_funcs is missing",
-            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py; or give --teacher_model",
+            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py; or give --reward_model "
+            "or --teacher_model",
         )
-    if args.reward_weights and len(args.reward_weights) != len(args.reward_funcs):
+    if args.reward_weights and len(args.reward_weights) != len(names):
         yield (
-            f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} --reward_funcs",
-            "give one weight for each function",
+            f"--reward_weights has {len(args.reward_weights)} numbers for {len(names)} rewards: {', '.join(names)}",
+            "give one weight for each function, then one for each reward model",
         )
+    if not args.rollouts_from:
+        yield from reward_models_are_here(args)
     if args.reward_weights and not (all(map(math.isfinite, args.reward_weights)) and any(args.reward_weights)):
         yield f"--reward_weights {shell_line(args.reward_weights)} give no reward", "use finite numbers, not all 0"
     for name in args.external_plugins:
         if not Path(name).is_file():
             yield f"--external_plugins {name} is not a file", "give a Python file with reward functions"
+
+
+def reward_models_are_here(args: GrpoArgs) -> Iterator[Problem]:
+    names = reward_names_of(args)
+    for directory in args.reward_model:
+        if names.count(name := name_of(directory)) > 1:
+            yield f"--reward_model {directory}: another reward is also called {name}", "rename the directory"
+        try:
+            check_directory(directory)
+        except UserError as error:
+            yield error.problem, error.hint
 
 
 def named_rewards_are_known(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
@@ -100,9 +118,10 @@ def groups_fit_the_batch(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def rewards_can_be_compared(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
-    if args.num_generations == 1 and args.reward_funcs:
+    names = reward_names_of(args)
+    if args.num_generations == 1 and names:
         yield "--num_generations 1 leaves no completions to compare rewards with", "use --num_generations 2 or more"
-    if args.dynamic_sample and not args.reward_funcs and not args.rollouts_from:
+    if args.dynamic_sample and not names and not args.rollouts_from:
         yield "--dynamic_sample compares rewards, but --reward_funcs is not given", "remove --dynamic_sample"
 
 
@@ -189,6 +208,31 @@ def servers_have_addresses(args: CompletionArgs) -> Iterator[Problem]:
         yield f"--rollout_server has {url} more than once", "give each server once"
 
 
+def engine_has_the_sampling_options(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
+    if args.rollouts_from:
+        return
+    drafts = args.speculative == "mtp" and bool(heads_of(args, facts.heads).layers)
+    if args.rollout_server:
+        yield from engine_options.unsupported_sampling(args, "vllm", drafts=drafts, flag="--rollout_server")
+    else:
+        yield from engine_options.unsupported_sampling(args, args.infer_backend, drafts=drafts)
+
+
+def log_probabilities_are_those_of_samples(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    """Require an engine whose log-probabilities include the filters, for the weights of tokens in the loss."""
+    info = ENGINES.get(args.infer_backend)
+    if args.rollouts_from or args.rollout_server or info is None or info.filters_log_p:
+        return
+    defaults = options(SamplingArgs)
+    for name in FILTERS:
+        if vars(args)[name] != defaults[name].default:
+            yield (
+                f"--{name} {vars(args)[name]} is not supported with --infer_backend {info.name}, which reports "
+                "log-probabilities of the distribution before it",
+                f"use --infer_backend vllm or transformers, or remove --{name}",
+            )
+
+
 def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Problem]:
     if args.draft_schedule is None or args.rollouts_from:
         return
@@ -213,7 +257,7 @@ def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> It
 
 def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect."""
-    no_rewards = (not args.reward_funcs, "--reward_funcs is not given")
+    no_rewards = (not reward_names_of(args), "--reward_funcs is not given")
     no_length = ("length" not in args.reward_funcs, "--reward_funcs does not contain length")
     not_drafted = (args.speculative == "none", "--speculative is none")
     no_heads = (not heads_of(args, facts.heads).layers, "the model has no MTP layers")
@@ -234,7 +278,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
         "log_completions": (not {*_WITH_TABLES} & {*args.report_to}, "--report_to has no tracker with tables"),
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
-        **dict.fromkeys(_OF_DRAWING, stored),
+        **dict.fromkeys((*_OF_DRAWING, *options(SamplingArgs)), stored),
         **dict.fromkeys(("eval_steps", "eval_iters"), stored),
         **dict.fromkeys(("infer_backend", *KWARGS_OF_ENGINES), stored if stored[0] else served),
     }
@@ -244,7 +288,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
 _OF_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 _WITH_TABLES = ("wandb", "swanlab", "trackio")
 _OF_REWARDS = ("external_plugins", "advantage_estimator", "scale_rewards")
-_OF_DRAWING = ("reward_funcs", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
+_OF_DRAWING = ("reward_funcs", "reward_model", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
 _OF_DRAWING += ("max_resample_times", "draft_schedule")
 
 RULES = (
@@ -260,6 +304,8 @@ RULES = (
     clipping_has_a_range,
     heads_can_follow,
     engine_can_generate,
+    engine_has_the_sampling_options,
+    log_probabilities_are_those_of_samples,
     draft_schedule_fits_the_engine,
     dpo.reference_is_a_model,
     teacher.teacher_is_a_model,

@@ -10,7 +10,7 @@ from swiftlite.args.fields import LoraArgs
 from swiftlite.base.lora import ALL_LINEAR, is_named
 from swiftlite.bridge.adapters.rows import is_linear, leaf_of, module_of, modules_of
 from swiftlite.bridge.rows import Row, shapes_of
-from swiftlite.families.index import FAMILIES
+from swiftlite.families.index import find
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, heads_tuner_of, mtp_init_of
 from swiftlite.plan.trainable import numberless
@@ -109,7 +109,7 @@ def _alike(some: list[Row], rows: list[Row]) -> list[Row]:
 
 def _rows(args: SftArgs, facts: Facts) -> list[Row]:
     """Return the bridge rows of the run's model; empty if the model cannot be read, which another rule reports."""
-    family = FAMILIES.get(str(facts.hf_config.get("model_type")))
+    family = find(facts.hf_config)
     if family is None or facts.architecture is None:
         return []
     return family.rows(facts.hf_config, heads_of(args, facts.heads).layers)

@@ -14,9 +14,9 @@ from swiftlite.args.docs import unsupported
 from swiftlite.args.resume import CHANGE_UPDATES, CHANGEABLE
 from swiftlite.base.json_file import read_json
 from swiftlite.methods.index import command_of_run, method_of
-from swiftlite.plan.best_metric import metric_of
+from swiftlite.plan.best_metric import known_metrics, metric_of
 from swiftlite.plan.facts import Facts, run_checkpoints
-from swiftlite.plan.heads import heads_defaults
+from swiftlite.plan.heads import heads_defaults, heads_of
 from swiftlite.plan.run import holds_out
 from swiftlite.runtime.lock import holder_of, in_use
 
@@ -61,6 +61,11 @@ def best_model_has_a_metric(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield "--metric_for_best_model is empty", "use --metric_for_best_model loss, acceptance or reward"
     elif not holds_out(args):
         yield "--metric_for_best_model requires held-out rows, and no rows are held out", "add --val_dataset FILE"
+    else:
+        name, known = metric.removeprefix("eval_"), known_metrics(args, heads_of(args, facts.heads))
+        # An engine can draft more tokens than the heads were trained for.
+        if name not in known and not (name.startswith("rollout/acceptance_") and "acceptance" in known):
+            yield f"--metric_for_best_model {name} is not a metric of evaluations", f"use one of {', '.join(known)}"
     eval_steps = args.eval_steps or args.save_steps
     if args.load_best_model_at_end and args.save_steps % eval_steps:
         yield (

@@ -5,6 +5,7 @@ Exports read this copy, not the model directory.
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import MODELOPT_FILE, TENSORS_FILE, quantization_change, write_patched
+from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.families.resolved import HfModel
 
@@ -31,7 +33,8 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
     """Copy every small file of the model directory, and record the dtype and shape of every tensor.
 
     The copy of config.json declares the heads of the run, and has no quantization, because exports are not quantized.
-    Tensors of a drafter that the run removes are not recorded: without its declaration, they would be the trunk's.
+    Tensors of a drafter that the run removes are not recorded: without its declaration, they would be the trunk's. New
+    parameters of the trunk are recorded with its usual dtype.
 
     Args:
         graft_from: the model that the heads were copied from, whose head tensors are recorded too; None without such a
@@ -56,6 +59,9 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
     tensors = describe_tensors(hf_model, graft_from)
     if heads.kind != hf_model.heads.kind:
         tensors = {key: each for key, each in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
+    [(dtype, _)] = Counter(dtypes_of(tensors).values()).most_common(1)
+    new = shapes_of(row for row in hf_model.family.rows(hf_model.config, 0) if row.can_be_new)
+    tensors = {key: {"dtype": dtype, "shape": list(shape)} for key, shape in new.items()} | tensors
     atomic_write(source / TENSORS_FILE, json.dumps(tensors).encode())
     _write_carried(hf_model, source)
     return source

@@ -42,8 +42,9 @@ REFERENCE = Extra("reference_log_p", per="label")
 """The log-probability of each token under the reference model."""
 TEACHER = Extra("teacher_log_p", per="label")
 """The log-probability of each token under the teacher."""
-PER_TOKEN = ("loss", "kl", "teacher_kl", "entropy", "weight")
-"""Statistics that are sums of one value per token."""
+PER_TOKEN = ("loss", "kl", "teacher_kl", "entropy", "weight", "difference", "known")
+"""Statistics that are sums of one value per token. `difference` is that of the log-probabilities of trainer and engine,
+`known` is 1 where the engine reported one."""
 SUMS = ("targets", *PER_TOKEN, "tokens", "low", "high", "clippable", "squared_weight")
 """Statistics of a micro-batch, without those of the heads. `targets` is what the loss is divided by; `low` and `high`
 count ratios beyond the bounds, among `clippable` ones."""
@@ -185,8 +186,10 @@ class PolicyObjective:
         dapo, cispo    sum_it l_it / sum_i T_i
         grpo, sapo     sum_i ( sum_t l_it / T_i ) / N
         dr_grpo        sum_it l_it / (N * L)
+        bnpo           the mean over micro-batches of sum_it l_it / sum_i T_i of a micro-batch
 
     of DAPO (arXiv 2503.14476), GRPO (DeepSeekMath, arXiv 2402.03300) and Dr. GRPO (arXiv 2503.20783),
+    minus `entropy_coef` times the mean entropy over all tokens,
     plus, for each MTP depth, the mean over all tokens of completions, as in `NextTokenObjective`. The heads learn from
     all completions, whatever their advantage.
 
@@ -212,34 +215,44 @@ class PolicyObjective:
         return replace(self, figures=getattr(batches, "figures", {}))
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count targets, tokens and completions, for the trunk and each MTP depth: int64 [3, K]."""
-        return count_labels_and_sequences(batches, self.heads)
+        """Count targets, tokens, completions and micro-batches, for the trunk and each MTP depth: int64 [4, K]."""
+        counts = count_labels_and_sequences(batches, self.heads)
+        return torch.cat([counts, torch.full_like(counts[:1], len(batches))])
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Return a forward step that gives the loss, the number of targets and the statistics of each micro-batch."""
-        targets, tokens, (num_completions, *_) = counts.tolist()
+        targets, tokens, (num_completions, *_), (num_batches, *_) = counts.tolist()
         divisor = targets[0] if self.policy.divides_by_tokens else num_completions
+        if self.policy.loss_type == "bnpo":
+            divisor = num_batches
+        entropy_coef = mean_of(self.policy.entropy_coef * divisor, targets[0])
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], divisor)
         balance = Balance(tokens, divisor=divisor)
         is_first = mesh.cp.rank() == 0  # context-parallel ranks have the same completions
 
         def loss_of(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             labeled = LabeledTokens.of(batch, mesh)
-            loss, statistics = self._policy_loss(losses.main, batch, labeled, is_first)
+            loss, statistics = self._policy_loss(losses.main, batch, labeled, entropy_coef, is_first)
             total = add_heads(loss, losses, batch.loss_scale_KBS, coefficients)
             number = batch.num_sequences * is_first
+            if self.policy.loss_type == "bnpo":
+                number = int(is_first)
             if self.policy.divides_by_tokens:
                 number = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
             num_targets = torch.full((), number, dtype=torch.int32, device=total.device)
             parts = [num_targets.double()[None], statistics, head_sums(losses, batch, mesh)]
             return total, num_targets, torch.cat(parts)
 
-        return forward_step_of(loss_of, balance, with_entropy=True)
+        return forward_step_of(loss_of, balance, with_entropy=True, trains_entropy=self.policy.entropy_coef > 0)
 
     def _policy_loss(
-        self, main: TokenLoss, batch: Batch, tokens: LabeledTokens, is_first: bool
+        self, main: TokenLoss, batch: Batch, tokens: LabeledTokens, entropy_coef: float | torch.Tensor, is_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum to minimize for this rank's tokens, and the statistics."""
+        """Return the sum to minimize for this rank's tokens, and the statistics.
+
+        Args:
+            entropy_coef: weight of the entropy of each token in this sum; with bnpo, it is that of the mean.
+        """
         policy, extras, log_p_BS = self.policy, batch.extras, -main.loss_BS
         old_BS = extras[OLD.name]
         old_BS = torch.where(old_BS.isnan(), log_p_BS.detach(), old_BS)
@@ -259,10 +272,17 @@ class PolicyObjective:
             loss_BS = loss_BS / tokens.per_token(tokens.lengths_N).clamp(min=1)
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length
-        loss = (loss_BS * tokens.is_target_BS).sum()
+        elif policy.loss_type == "bnpo":
+            number = tokens.sums(tokens.is_target_BS).sum().clamp(min=1)
+            loss_BS, entropy_coef = loss_BS / number, policy.entropy_coef / number
         assert main.entropy_BS is not None
+        if policy.entropy_coef:
+            loss_BS = loss_BS - entropy_coef * main.entropy_BS
+        loss = (loss_BS * tokens.is_target_BS).sum()
         values = {"loss": loss_BS, "kl": kl_BS, "teacher_kl": teacher_kl_BS}
         values |= {"entropy": main.entropy_BS, "weight": weight_BS}
+        difference_BS = (old_BS - extras[ENGINE.name]).abs()
+        values |= {"difference": difference_BS.nan_to_num(0.0), "known": (~difference_BS.isnan()).float()}
         clipped = self._clipped(ratio_BS, advantage_BS)
         return loss, _statistics(values, clipped, tokens, policy, is_first)
 
@@ -296,13 +316,16 @@ class PolicyObjective:
                 "clip_ratio/high_mean": high,
                 "clip_ratio/region_mean": low + high,
             }
+        if found["known"]:
+            metrics["sampling/sampling_logp_difference/mean"] = found["difference"] / found["known"]
         if self.policy.mismatch_mode != "none":
             metrics["rollout/importance_weight"] = mean_of(found["weight"], found["tokens"])
             # Kish's effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 for equal weights.
             metrics["rollout/effective_tokens"] = mean_of(
                 found["weight"] ** 2, found["tokens"] * found["squared_weight"]
             )
-        return {**metrics, **head_means(sums[len(SUMS) :]), **self.figures}
+        own = {**metrics, **head_means(sums[len(SUMS) :])}
+        return {**own, **self.figures, **own}  # reward functions can name their metrics as they like
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra
+from swiftlite.methods.dpo import FIGURES
 from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
@@ -26,9 +27,6 @@ from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coeff
 
 REFERENCE = Extra("reference")
 """The log-probability of a sequence's labels under the reference model."""
-FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-FIGURES += ("logps/chosen", "logps/rejected")
-"""Metrics that are means over pairs, by TRL's names."""
 
 
 @dataclass(frozen=True)

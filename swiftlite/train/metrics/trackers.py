@@ -228,9 +228,6 @@ class TolerantTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._try(lambda tracker: tracker.log(step, metrics))
 
-    def log_table(self, step: int, table: Table) -> None:
-        self._try(lambda tracker: tracker.log_table(step, table) if isinstance(tracker, TableLogger) else None)
-
     def summarize(self, figures: Mapping[str, float]) -> None:
         self._try(lambda tracker: tracker.summarize(figures))
 
@@ -245,6 +242,13 @@ class TolerantTracker:
         except Exception as error:  # any error of the package, its server or the network
             self.tracker = None
             logger.warning("--report_to %s: %s; the run continues without it", self.name, reason_of(error))
+
+
+class TolerantTableTracker(TolerantTracker):
+    """The same for a tracker that can show tables."""
+
+    def log_table(self, step: int, table: Table) -> None:
+        self._try(lambda tracker: tracker.log_table(step, table) if isinstance(tracker, TableLogger) else None)
 
 
 def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any], first: int) -> list[TolerantTracker]:
@@ -272,7 +276,8 @@ def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any],
                 continue
             raise UserError(f"--report_to {name}: {reason_of(error)}", _OFFLINE[name]) from error
         ids[name] = tracker.id
-        trackers.append(TolerantTracker(name, tracker))
+        tolerant = TolerantTableTracker if isinstance(tracker, TableLogger) else TolerantTracker
+        trackers.append(tolerant(name, tracker))
     if trackers:
         atomic_write(path, json.dumps(ids, indent=2).encode() + b"\n")
     return trackers

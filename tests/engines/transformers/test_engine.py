@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM
 from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.stop_strings import stop_strings
 from swiftlite.engines.transformers.engine import load_trunk
 from tests.bridge.test_fp8 import expected, make_fp8
 from tests.engines.reference import Reference
 from tests.messages import mentions
 from tests.tiers import some_of
-from tests.tiny import make_tiny_hf, memory_name, per_expert
+from tests.tiny import make_tiny_hf, make_tiny_tokenizer, memory_name, per_expert
 
 
 def start(directory, num_tokens: int | None = 0, torch_dtype: Any = "float32", **options):
@@ -35,6 +36,33 @@ def test_plain_greedy_is_what_transformers_generates(trained):
     options = {"max_new_tokens": 16, "do_sample": False}
     expected = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
     assert answers(start(directory), prompts, Sampling(16)) == expected
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_greedy_with_a_penalty_is_what_transformers_generates(trained, num_tokens):
+    directory, prompts = trained("qwen3", 2)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
+    options = {"max_new_tokens": 16, "do_sample": False, "repetition_penalty": 1.3}
+    expected = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    engine = start(directory, num_tokens)
+    assert answers(engine, prompts, Sampling(16, repetition_penalty=1.3)) == expected
+    assert answers(engine, prompts, Sampling(16)) != expected
+    assert engine.draft_counts().accepted > 0.1 * engine.draft_counts().drafted or not num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_text_ends_an_answer(trained, num_tokens):
+    directory, prompts = trained("qwen3", 2)
+    tokenizer = make_tiny_tokenizer()
+    engine = start(directory, num_tokens)
+    (whole,) = engine.generate(prompts[2:3], Sampling(12, log_p=True))
+    text = tokenizer.decode(whole.token_ids[4:6])[:-1]  # ends within a token, if it has several characters
+    ends = [end for end in range(1, 13) if text in tokenizer.decode(whole.token_ids[:end])]
+    stops = stop_strings(("not in the answer", text), tokenizer)
+    (cut,) = engine.generate(prompts[2:3], Sampling(12, log_p=True, stop_strings=stops))
+    assert cut.token_ids == whole.token_ids[: ends[0]]
+    assert (cut.finish_reason, len(cut.log_p or []), len(cut.draft_depths or [])) == ("stop", ends[0], ends[0])
+    assert 1 < ends[0] < 12
 
 
 @pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16"])

@@ -16,9 +16,9 @@ from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers import engine as engine_module
 from swiftlite.engines.transformers import verification
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
-from swiftlite.engines.transformers.verification import verify
+from swiftlite.engines.transformers.verification import processed, verify, warpers
 from tests.engines.chi_square import FALSE_ALARM, probability
-from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
+from tests.engines.joint import PROMPT, TEMPERATURE, filtered, joint_distribution
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
@@ -120,10 +120,10 @@ def make_small(tmp_path, family: str, depth: int):
     return make_tiny_hf(tmp_path, family, depth=depth, vocab_size=6)
 
 
-def answered(directory, top_p: float, confidence: float = 0.0) -> tuple[list[list[int]], DraftCounts]:
+def answered(directory, confidence: float = 0.0, **filters: Any) -> tuple[list[list[int]], DraftCounts]:
     """Return three tokens after PROMPT, 600 times."""
     engine = start_engine("transformers", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=2))
-    sampling = Sampling(3, temperature=TEMPERATURE, top_p=top_p, draft_confidence=confidence)
+    sampling = Sampling(3, temperature=TEMPERATURE, draft_confidence=confidence, **filters)
     completions = engine.generate([PROMPT] * 600, sampling)
     return [completion.token_ids for completion in completions], engine.draft_counts()
 
@@ -142,17 +142,42 @@ STOPS = 0.17
 def test_an_engine_that_drafts_writes_what_the_trunk_would(tmp_path, family, depth, top_p, confidence):
     """Drafting may stop after a draft token with a low probability. This draft token is verified as well."""
     directory = make_small(tmp_path, family, depth)
-    found, counts = answered(directory, top_p, confidence)
+    found, counts = answered(directory, confidence, top_p=top_p)
     assert probability(found, joint_distribution(directory, top_p)) > FALSE_ALARM
     assert 0.02 < counts.accepted / counts.drafted < 0.9
     assert 1.1 < counts.drafted / counts.drafts < 1.9 or not confidence
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"repetition_penalty": 2.0},
+    {"top_k": 4, "min_p": 0.3, "top_p": 0.95, "repetition_penalty": 1.4},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_an_engine_that_drafts_applies_filters_as_the_trunk_would(tmp_path, filters):
+    directory = make_small(tmp_path, "qwen3", 2)
+    found, counts = answered(directory, **filters)
+    assert probability(found, joint_distribution(directory, **filters)) > FALSE_ALARM
+    assert probability(found, joint_distribution(directory)) < FALSE_ALARM / 1e6
+    assert 0.02 < counts.accepted / counts.drafted < 0.9
+
+
+@pytest.mark.parametrize("filters", [*FILTERS, {"repetition_penalty": 0.7, "top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}])
+def test_each_position_is_processed_with_the_drafts_before_it(filters):
+    generator = torch.Generator().manual_seed(3)
+    ids, logits = [3, 1, 3, 7, 5, 0], 3 * torch.randn(4, 9, generator=generator)
+    processor = warpers(Sampling(1, temperature=TEMPERATURE, **filters))
+    found = processed(processor, torch.tensor([ids]), logits.clone()).softmax(-1)
+    texts = [ids[:3], ids[:4], ids[:5], ids]  # the last three tokens are drafts
+    torch.testing.assert_close(found, filtered(logits, texts, TEMPERATURE, **filters))
 
 
 @pytest.mark.parametrize("how", some_of(["replaced by a draw from p", "always kept"]))
 def test_an_engine_that_verifies_wrongly_is_noticed(tmp_path, monkeypatch, how):
     monkeypatch.setattr(engine_module, "verify", wrong_verify(how))
     directory = make_small(tmp_path, "qwen3", 1)
-    found, _ = answered(directory, top_p=1.0)
+    found, _ = answered(directory)
     assert probability(found, joint_distribution(directory, top_p=1.0)) < FALSE_ALARM / 1e6
 
 

@@ -11,7 +11,7 @@ from swiftlite.cli.table import find
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import resolve
 from swiftlite.improve.speedup.plan import Commands, only_fits
-from swiftlite.improve.speedup.steps import CommandStep
+from swiftlite.improve.steps import CommandStep
 from tests.tiny import make_tiny_hf
 
 

@@ -1,4 +1,4 @@
-"""Run the steps of `speedup`.
+"""Run the steps of `speedup` and `adapt`.
 
 Each step is a command of swiftlite in a separate process; the command is printed before it runs.
 """
@@ -14,13 +14,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
-from swiftlite.improve.speedup.state import Progress
 from swiftlite.runtime.parent import exit_with_parent
 
 SECONDS_BETWEEN_WRITES = 5
+
+
+class Progress(Protocol):
+    """The state of a command that runs steps, in a file of its output directory.
+
+    Attributes:
+        seconds: seconds of each completed step by its name.
+        unfinished: seconds so far of each step that is running or was interrupted.
+    """
+
+    seconds: dict[str, float]
+    unfinished: dict[str, float]
+
+    def write(self, directory: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,7 @@ class CommandStep:
     """One command.
 
     Attributes:
-        name: name in speedup.json.
+        name: name in the file of the state.
         words: words of the command line after `swiftlite`.
         result: file that exists once the command has succeeded.
         is_atomic: whether an existing result proves that the command has succeeded. Such a command must not run twice,
@@ -61,7 +75,7 @@ def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
     if is_complete(step, progress):
         return
     before = progress.unfinished.pop(step.name, 0.0)
-    if step.is_atomic and step.result.exists():  # killed before speedup.json was written
+    if step.is_atomic and step.result.exists():  # killed before the state was written
         progress.seconds[step.name] = before
         progress.write(directory)
         return

@@ -1,0 +1,1 @@
+"""Implement `swiftlite adapt`: heads that follow the requests of a running server."""

@@ -1,0 +1,133 @@
+"""Store the state of `adapt` in adapt.json of its output directory. The same command resumes from it."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
+from swiftlite.base.log import logger
+
+FILE = "adapt.json"
+DECISIONS = "decisions.jsonl"
+MODEL = "model"
+"""Name of the heads of --model."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Drafts that a server has counted.
+
+    Attributes:
+        steps: number of steps that drafted.
+        drafted: number of draft tokens.
+        accepted: number of accepted draft tokens.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def of(cls, counts: DraftCounts) -> "Served":
+        return cls(counts.drafts, counts.drafted, counts.accepted)
+
+    def since(self, before: "Served") -> "Served":
+        return Served(self.steps - before.steps, self.drafted - before.drafted, self.accepted - before.accepted)
+
+    @property
+    def per_step(self) -> float:
+        """Accepted draft tokens per step; 0 without steps."""
+        return self.accepted / max(self.steps, 1)
+
+    @property
+    def squared_error(self) -> float:
+        """An upper bound of the squared standard error of `per_step`.
+
+        A number between 0 and K with mean m has at most the variance m * K.
+        """
+        drafts_per_step = self.drafted / max(self.steps, 1)
+        return self.per_step * drafts_per_step / max(self.steps, 1)
+
+
+@dataclass
+class State:
+    """Everything that a resumed command must know.
+
+    Attributes:
+        settings: options that a resumed command must not change.
+        heads: name of the heads that the server should have: "model", or the round that trained them.
+        previous: name of the heads that the server had before them; "" if there is nothing to return to.
+        rounds: number of rounds that have begun.
+        is_in_round: whether the last round has no decision yet.
+        last: digest of the newest row of the log that a round has used.
+        instance: identity of the server's process that has the heads.
+        sent: what that process had counted when it received them.
+        before: what it counted with the heads before.
+        seconds, unfinished: seconds of steps, as for `speedup`.
+    """
+
+    settings: dict[str, Any]
+    heads: str = MODEL
+    previous: str = ""
+    rounds: int = 0
+    is_in_round: bool = False
+    last: str = ""
+    instance: str = ""
+    sent: Served = Served()
+    before: Served = Served()
+    seconds: dict[str, float] = field(default_factory=dict)
+    unfinished: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path, settings: dict[str, Any]) -> Self:
+        """Read the state of an earlier command; without one, return the first state.
+
+        Raises:
+            UserError: the file is damaged, or the earlier command had other settings.
+        """
+        path = directory / FILE
+        hint = "use another --output_dir"
+        if not path.exists():
+            if any(not found.name.startswith(".") for found in directory.glob("*")):
+                raise UserError(f"--output_dir {directory} is not empty, and has no {FILE}", hint)
+            return cls(settings)
+        try:
+            state = TypeAdapter(cls).validate_python(read_json(path))
+        except (OSError, ValueError, ValidationError):
+            raise UserError(f"{path} is damaged", hint) from None
+        if changed := [name for name, value in settings.items() if state.settings.get(name) != value]:
+            lines = [f"--{name} was {state.settings.get(name)}, now {settings[name]}" for name in changed]
+            raise UserError(f"--output_dir {directory} has heads of other settings: {'; '.join(lines)}", hint)
+        return state
+
+    def write(self, directory: Path) -> None:
+        """Write the file.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            atomic_write(directory / FILE, json.dumps(asdict(self), indent=2).encode() + b"\n")
+        except OSError as error:
+            problem = f"--output_dir: {directory / FILE} cannot be written: {error.strerror}"
+            raise UserError(problem, "free disk space and run the same command again") from None
+
+
+def record(directory: Path, decision: str, why: str, **details: Any) -> None:
+    """Append a decision to decisions.jsonl, and log it.
+
+    Args:
+        decision: one of sent, kept, rolled_back, restored.
+        why: the reason in a few words.
+    """
+    logger.info("%s: %s", decision, why)
+    line = {"time": round(time.time(), 1), "decision": decision, "why": why, **details}
+    with (directory / DECISIONS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
