@@ -4,7 +4,7 @@
 #   bash examples/grpo_tool.sh OUTPUT_DIR [OPTIONS]     OPTIONS: further options of megatron grpo, such as
 #                                                       --infer_backend vllm
 #
-# First, SFT teaches a random model to call if the prompt ends with a question mark, and otherwise, nearly always, to guess.
+# First, SFT teaches a random model to call after a question mark, and otherwise, nearly always, to guess.
 #
 # Hardware: 2 CPU cores; no GPU
 set -euo pipefail
@@ -12,7 +12,7 @@ out=${1:?OUTPUT_DIR}
 shift
 here=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$out"
-python "$here/scripts/make_tiny_model.py" --family mimo --hidden_size 128 --num_layers 2 --vocab_size 512 \
+python "$here/scripts/make_tiny_model.py" --family mimo --hidden_size 128 --num_layers 2 --vocab_size 1024 \
     --output_dir "$out/tiny"
 
 # The template lists tools, renders calls as Qwen's does, and the results of calls as turns of the role "tool".
@@ -52,17 +52,19 @@ PYTHON
 python - "$out" <<'PYTHON'
 import json
 import random
+import re
 import sys
-from itertools import product
-from string import ascii_lowercase, ascii_uppercase
+from string import ascii_uppercase
+
+from transformers import AutoTokenizer
 
 out = sys.argv[1]
 sys.path.insert(0, out)
 from tools import lookup
 
 random.seed(1)
-keys = list(map("".join, product(ascii_lowercase, "0123456789")))
-random.shuffle(keys)
+# A key is one token, because two layers learn slowly to copy several.
+keys = sorted(token for token in AutoTokenizer.from_pretrained(f"{out}/tiny").get_vocab() if re.fullmatch("[a-z]+", token))
 tools = [{"type": "function", "function": {"name": "lookup"}}]
 with open(f"{out}/sft.jsonl", "w") as file:
     for number in range(12800):
@@ -87,5 +89,5 @@ swiftlite export --to_hf --model "$out/sft" --output_dir "$out/called"
 
 swiftlite megatron grpo --model "$out/called" --dataset "$out/prompts.jsonl" --output_dir "$out/run" \
     --tools "$out/tools.py" --max_turns 2 --reward_funcs right --external_plugins "$out/rewards.py" \
-    --torch_dtype float32 --num_generations 8 --global_batch_size 64 --micro_batch_size 64 \
+    --torch_dtype float32 --num_generations 8 --global_batch_size 32 --micro_batch_size 32 \
     --max_completion_length 128 --max_length 256 --lr 5e-4 --train_iters 40 "$@"
