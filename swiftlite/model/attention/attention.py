@@ -226,7 +226,7 @@ class CoreAttention(MegatronModule):
         if self.prefers_cudnn and num_queries == key_SBGD.size(0) and num_queries >= LONG * len(segments):
             lengths = [segment.num_queries for segment in segments]
             sequences = zip(*(tensor.split(lengths) for tensor in (query_SBND, key_SBGD, value_SBGD)), strict=True)
-            return torch.cat([cudnn.attend(*sequence, self.softmax_scale) for sequence in sequences])
+            return torch.cat([cudnn.attend(query, key, value, self.softmax_scale) for query, key, value in sequences])
         if self.prefix is not None and is_for_slices(query_SBND, key_SBGD, segments):
             return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments)
         attend = self._attend_varlen if self.varlen else self._attend_segments
