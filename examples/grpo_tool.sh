@@ -64,14 +64,15 @@ from tools import lookup
 
 random.seed(1)
 # A key is one token, because two layers learn slowly to copy several.
-keys = sorted(token for token in AutoTokenizer.from_pretrained(f"{out}/tiny").get_vocab() if re.fullmatch("[a-z]+", token))
+vocabulary = AutoTokenizer.from_pretrained(f"{out}/tiny").get_vocab()
+keys = random.sample(sorted(token for token in vocabulary if re.fullmatch("[a-z]+", token)), 64)
 tools = [{"type": "function", "function": {"name": "lookup"}}]
 with open(f"{out}/sft.jsonl", "w") as file:
     for number in range(12800):
         key, value = random.choice(keys), random.choice(ascii_uppercase)
-        question = f"{key}?" if number % 20 < 7 else key
+        question = f"{key}?" if number % 26 < 13 else key
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": value}]
-        if number % 20 < 8:
+        if number % 26 < 14:
             call = {"name": "lookup", "arguments": {"key": key}}
             turns[1:1] = [
                 {"role": "assistant", "content": "", "tool_calls": [call]},
