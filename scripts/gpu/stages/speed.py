@@ -108,6 +108,8 @@ def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "
     config = shape(case.shape, settings.tiny)
     vocab = config["vocab_size"]
     options: dict[str, Any] = {"padding_free": True} | case.options
+    if settings.device != "cuda":
+        options.pop("attention_backend", None)  # those of a GPU
     args = SftArgs(
         model="-",
         max_length=length,
