@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
@@ -116,8 +117,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     training = training_of(args)
     check_supported(args, mesh, hf_model, training)
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code, args.chat_template_kwargs)
-    if hf_model.family.is_reward_model:  # its class finds the last token of a row by this key
-        hf_model = replace(hf_model, config={**hf_model.config, "pad_token_id": pad_token_of(tokenizer)})
+    hf_model = with_pad_token(hf_model, tokenizer)
     vocab_size = hf_model.config["vocab_size"]
     encoder = training.encoder(args, tokenizer, hf_model)
     check_first_rows(args, encoder)
@@ -173,6 +173,13 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
         teacher_model=models.get("teacher_model"),
     )
     return training.prepare(prepared)
+
+
+def with_pad_token(hf_model: HfModel, tokenizer: PreTrainedTokenizerBase) -> HfModel:
+    """Return the model; a reward model with the pad token, by which transformers finds the last token of a row."""
+    if not hf_model.family.is_reward_model:
+        return hf_model
+    return replace(hf_model, config={**hf_model.config, "pad_token_id": pad_token_of(tokenizer)})
 
 
 def flops_of(args: SftArgs, plan: Plan, hf_model: HfModel, trainable: Trainable) -> Flops:
