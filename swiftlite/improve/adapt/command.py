@@ -22,7 +22,7 @@ from swiftlite.base.log import logger
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.served import LostServer
 from swiftlite.families.resolved import HfModel
-from swiftlite.improve.adapt.request_log import divide, num_new, read_log
+from swiftlite.improve.adapt.request_log import digest_of, divide, num_new, read_log
 from swiftlite.improve.adapt.server import Server
 from swiftlite.improve.adapt.state import MODEL, Served, State, record
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, read_result
@@ -92,20 +92,20 @@ class _Adapt:
     def _begin(self) -> bool:
         """Write the rows of the next round if the log has enough new ones; return whether it has."""
         args, state = self._args, self._state
-        rows = read_log(Path(args.request_log))
-        if num_new(rows, state.last) < args.min_rows:
+        lines = read_log(Path(args.request_log))
+        if num_new(lines, state.last) < args.min_rows:
             return False
-        training, held_out = divide(rows, args.max_rows)
+        state.last = digest_of(lines[-1])
+        training, held_out = divide(lines, args.max_rows)
         if not training:
             logger.warning("all conversations have the questions of the newest ones; waiting for others")
-            state.last = rows[-1].digest
             return False
         state.rounds += 1
         directory = self._round()
         directory.mkdir(exist_ok=True)
         for name, part in (("train.jsonl", training), ("held_out.jsonl", held_out)):
             atomic_write(directory / name, b"".join(json.dumps(row).encode() + b"\n" for row in part))
-        state.last, state.is_in_round = rows[-1].digest, True
+        state.is_in_round = True
         state.write(self._directory)
         logger.info("round %d: %d conversations, %d held out", state.rounds, len(training), len(held_out))
         return True

@@ -6,7 +6,6 @@ The newest rows are held out: heads are judged by the requests that came last.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,10 @@ MAX_HELD_OUT = 48
 """Maximum number of held-out rows, because the model continues each of them before and after training."""
 
 
-@dataclass(frozen=True)
-class LoggedRow:
-    """A row of the log.
+def read_log(path: Path) -> list[bytes]:
+    """Return the lines of a log and of the file that it replaced when it was full, the oldest first.
 
-    Attributes:
-        row: the row, in the format that `megatron sft` reads.
-        digest: digest of its line.
-    """
-
-    row: Any
-    digest: str
-
-
-def read_log(path: Path) -> list[LoggedRow]:
-    """Return the rows of a log and of the file that it replaced when it was full, the oldest first.
-
-    Lines that are not rows are skipped with a warning; the server may be writing the last one.
+    A line without its end is left out: the server is writing it.
 
     Raises:
         UserError: the log cannot be read.
@@ -49,49 +35,53 @@ def read_log(path: Path) -> list[LoggedRow]:
             continue
         except OSError as error:
             raise UserError(f"--request_log {file} cannot be read: {error.strerror}", "check its permissions") from None
-    rows, num_skipped = [], 0
-    for line in lines:
-        if (row := _parse(line)) is not None:
-            rows.append(LoggedRow(row, hashlib.sha256(line).hexdigest()))
-        elif line.endswith(b"\n"):
-            num_skipped += 1
-    if num_skipped:
-        logger.warning("%s: %d lines are not conversations and are skipped", path, num_skipped)
-    return rows
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def digest_of(line: bytes) -> str:
+    """Return a digest by which a line is found again, also after its file was renamed."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def num_new(lines: Sequence[bytes], last: str) -> int:
+    """Return the number of lines after the one with the digest `last`; all if there is none.
+
+    Only these lines are read, because the log is looked at every few seconds.
+    """
+    for number, line in enumerate(reversed(lines)):
+        if digest_of(line) == last:
+            return number
+    return len(lines)
+
+
+def divide(lines: Sequence[bytes], max_rows: int) -> tuple[list[Any], list[Any]]:
+    """Return the rows for training and the held-out rows: the newest 20 %, at least 16 and at most 48.
+
+    A conversation whose question is a held-out one is not trained, so that a question that clients repeat does not
+    count as progress. Lines that are not conversations are skipped with a warning.
+
+    Args:
+        max_rows: maximum number of rows for training, the newest ones.
+    """
+    newest = lines[-(max_rows + MAX_HELD_OUT) :]
+    rows = [row for row in map(_parse, newest) if row is not None]
+    if len(rows) < len(newest):
+        logger.warning("--request_log: %d lines are not conversations and are skipped", len(newest) - len(rows))
+    number = min(max(MIN_HELD_OUT, round(HELD_OUT_SHARE * len(lines))), MAX_HELD_OUT)
+    held_out = rows[-number:]
+    questions = set(map(_question, held_out))
+    training = [row for row in rows[:-number] if _question(row) not in questions]
+    return training[-max_rows:], held_out
 
 
 def _parse(line: bytes) -> Any:
-    """Return the row of a line; None if it is not a complete row."""
+    """Return the row of a line; None if it is not a conversation that ends with an answer."""
     try:
         row = json.loads(line)
         roles = [message["role"] for message in row["messages"]]
     except (ValueError, TypeError, LookupError):
         return None
-    return row if line.endswith(b"\n") and roles and roles[-1] == "assistant" else None
-
-
-def num_new(rows: Sequence[LoggedRow], last: str) -> int:
-    """Return the number of rows after the one with the digest `last`; all if there is none."""
-    for number, logged in enumerate(reversed(rows)):
-        if logged.digest == last:
-            return number
-    return len(rows)
-
-
-def divide(rows: Sequence[LoggedRow], max_rows: int) -> tuple[list[Any], list[Any]]:
-    """Return the rows for training and the held-out rows: the newest 20 %, at least 16 and at most 48.
-
-    A conversation whose question is a held-out one is not trained, so that a question that clients repeat does not
-    count as progress.
-
-    Args:
-        max_rows: maximum number of rows for training, the newest ones.
-    """
-    number = min(max(MIN_HELD_OUT, round(HELD_OUT_SHARE * len(rows))), MAX_HELD_OUT)
-    held_out = [logged.row for logged in rows[-number:]]
-    questions = {_question(row) for row in held_out}
-    training = [logged.row for logged in rows[:-number] if _question(logged.row) not in questions]
-    return training[-max_rows:], held_out
+    return row if roles and roles[-1] == "assistant" else None
 
 
 def _question(row: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from swiftlite.base.errors import UserError
 from swiftlite.improve.adapt.command import is_worse
-from swiftlite.improve.adapt.request_log import MAX_HELD_OUT, MIN_HELD_OUT, divide, num_new, read_log
+from swiftlite.improve.adapt.request_log import MAX_HELD_OUT, MIN_HELD_OUT, digest_of, divide, num_new, read_log
 from swiftlite.improve.adapt.state import Served, State
 from tests.messages import naming
 
@@ -29,15 +29,15 @@ def write(path: Path, *lines: bytes) -> None:
 def test_the_replaced_file_comes_first_and_unfinished_or_other_lines_are_skipped(tmp_path, caplog):
     write(tmp_path / "log.1.jsonl", line("1"), b"not JSON\n", line("2"))
     write(tmp_path / "log.jsonl", line("3"), b'{"messages": []}\n', b"[1]\n", line("4"), line("5")[:-9])
-    rows = read_log(tmp_path / "log.jsonl")
-    assert [logged.row["messages"][0]["content"] for logged in rows] == ["1", "2", "3", "4"]
+    training, held_out = divide(read_log(tmp_path / "log.jsonl"), max_rows=10)
+    assert [row["messages"][0]["content"] for row in (*training, *held_out)] == ["1", "2", "3", "4"]
     assert "3 lines" in caplog.text
 
 
 def test_new_rows_are_those_after_the_last_one_also_when_the_file_was_replaced(tmp_path):
     log = tmp_path / "log.jsonl"
     write(log, *map(line, "123"))
-    last = read_log(log)[-1].digest
+    last = digest_of(read_log(log)[-1])
     assert num_new(read_log(log), last) == 0
     assert num_new(read_log(log), "") == 3
     log.rename(tmp_path / "log.1.jsonl")
