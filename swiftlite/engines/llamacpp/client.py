@@ -51,20 +51,25 @@ def request_of(prompt: Sequence[int], sampling: Sampling, seed: int) -> dict[str
     llama.cpp stops only at the tokens that end a generation in its file (`tokenizer.ggml.eos_token_id` and others), and
     not at all if the request ignores them.
     """
-    return {
+    request = {
         "prompt": list(prompt),
         "n_predict": sampling.max_new_tokens,
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
         "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repeat_penalty": sampling.repetition_penalty,
-        "repeat_last_n": -1,  # the whole text
-        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+        "samplers": ["temperature", "top_p"],
         "seed": seed,
         "ignore_eos": not sampling.stop_token_ids,
         "return_tokens": True,
     }
+    if sampling.top_k or sampling.min_p or sampling.repetition_penalty != 1:
+        request |= {
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repeat_penalty": sampling.repetition_penalty,
+            "repeat_last_n": len(prompt) + sampling.max_new_tokens,  # the whole text; -1 is refused
+            "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+        }
+    return request
 
 
 def counts_of(text: str, num_speculative_tokens: int) -> DraftCounts:
