@@ -315,6 +315,7 @@ class Conversations:
             if "messages" in message:
                 requests[message["episode"]] = message
             elif "episode" in message:
+                requests.pop(message["episode"], None)  # of a call that the function has cancelled
                 _end(running.pop(message["episode"]), message)
         return dict(sorted(requests.items()))
 

@@ -104,7 +104,7 @@ class Turns:
             parsed = tokenizer.parse_response(list(ids), prefix=list(prompt), tools=self.schemas or None)
             calls = [_checked_call(call["function"]) for call in parsed.get("tool_calls") or ()]
             message = {"role": "assistant", "content": str(parsed.get("content") or "")}
-            json.dumps(calls)
+            json.dumps(calls, allow_nan=False)
         except Exception:  # of any kind, for text that a model generates
             return None
         return {**message, "tool_calls": calls} if calls else message
@@ -136,9 +136,14 @@ def call_of(name: str, arguments: Any, error: str = "") -> dict[str, Any]:
     return {**call, "error": error} if error else call
 
 
+def _not_json(constant: str) -> None:
+    """Reject NaN and infinities, which Python reads: a message with NaN would not be equal to itself."""
+    raise ValueError(f"{constant} is not JSON")
+
+
 def _read_call(text: str) -> dict[str, Any]:
     try:
-        call = json.loads(text)
+        call = json.loads(text, parse_constant=_not_json)
     except (ValueError, RecursionError) as error:
         return call_of("", {}, f"the call is not JSON: {clip(str(error), 200)}")
     return _checked_call(call)

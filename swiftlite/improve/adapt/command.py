@@ -22,7 +22,7 @@ from swiftlite.base.log import logger
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.served import LostServer
 from swiftlite.families.resolved import HfModel
-from swiftlite.improve.adapt.request_log import digest_of, divide, num_new, read_log
+from swiftlite.improve.adapt.request_log import digest_of_end, divide, num_new, read_log
 from swiftlite.improve.adapt.server import Server
 from swiftlite.improve.adapt.state import MODEL, Served, State, record
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, read_result
@@ -70,6 +70,7 @@ class _Adapt:
 
     def __init__(self, args: AdaptArgs, model: HfModel, directory: Path, state: State):
         self._args, self._model, self._directory, self._state = args, model, directory, state
+        self._has_succeeded = False
 
     def follow(self) -> None:
         args, state = self._args, self._state
@@ -95,17 +96,17 @@ class _Adapt:
         lines = read_log(Path(args.request_log))
         if num_new(lines, state.last) < args.min_rows:
             return False
-        state.last = digest_of(lines[-1])
+        state.last = digest_of_end(lines)
         training, held_out = divide(lines, args.max_rows)
         if not training:
-            logger.warning("all conversations have the questions of the newest ones; waiting for others")
+            logger.warning("no conversation has another question than the %d newest ones; waiting", len(held_out))
             return False
         state.rounds += 1
         directory = self._round()
         directory.mkdir(exist_ok=True)
         for name, part in (("train.jsonl", training), ("held_out.jsonl", held_out)):
             atomic_write(directory / name, b"".join(json.dumps(row).encode() + b"\n" for row in part))
-        state.is_in_round = True
+        state.is_in_round, state.base = True, state.heads
         state.write(self._directory)
         logger.info("round %d: %d conversations, %d held out", state.rounds, len(training), len(held_out))
         return True
@@ -113,8 +114,12 @@ class _Adapt:
     def _run_round(self) -> None:
         """Train heads, and send them if they are better on the held-out conversations."""
         state, name = self._state, f"round-{self._state.rounds}"
-        for step in self._steps(name):
-            run_step(step, state, self._directory)
+        try:
+            for step in self._steps(name):
+                run_step(step, state, self._directory)
+        except UserError as error:
+            self._give_up(error)
+            return
         before, after = self._held_out("before"), self._held_out("after")
         details = {"round": state.rounds, "held_out": {"before": round(before, 4), "after": round(after, 4)}}
         change = f"{before:.3f} accepted drafts per step on held-out conversations before, {after:.3f} after"
@@ -122,9 +127,23 @@ class _Adapt:
             self._send(name, "sent", change, **details)
         else:
             record(self._directory, "kept", f"round {state.rounds}: {change}", **details)
+        state.is_in_round, self._has_succeeded = False, True
+        state.write(self._directory)
+        self._clean_up()
+
+    def _give_up(self, error: UserError) -> None:
+        """End a round whose training failed; the next one begins with new conversations.
+
+        Raises:
+            UserError: no round since the start of this command has succeeded.
+        """
+        state = self._state
+        record(self._directory, "failed", f"round {state.rounds}: {error.problem}", round=state.rounds)
         state.is_in_round = False
         state.write(self._directory)
         self._clean_up()
+        if not self._has_succeeded:
+            raise error
 
     def _held_out(self, when: When) -> float:
         """Return the accepted drafts per step on the held-out conversations of the round, before or after training."""
@@ -135,7 +154,7 @@ class _Adapt:
         """Return the commands that train and export the heads of a round."""
         args, directory = self._args, self._directory / name
         run, exported = directory / "run", directory / "hf"
-        words = ["megatron", "sft", "--model", self._path_of(self._state.heads), "--torch_dtype", args.torch_dtype]
+        words = ["megatron", "sft", "--model", self._path_of(self._state.base), "--torch_dtype", args.torch_dtype]
         words += ["--dataset", str(directory / "train.jsonl"), "--val_dataset", str(directory / "held_out.jsonl")]
         words += "--mtp_mode heads_only --mtp_loss nla --packing true --global_batch_size 1".split()
         words += ["--max_length", str(args.max_length), "--num_train_epochs", str(args.num_train_epochs)]
@@ -188,6 +207,7 @@ class _Adapt:
         if instance != state.instance:
             if state.heads != MODEL:
                 self._send(state.heads, "restored", "the server was restarted with the heads of --model")
+                return
             state.instance, state.sent, state.before = instance, Served(), Served()
             state.write(self._directory)
             return

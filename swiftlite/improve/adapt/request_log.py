@@ -14,6 +14,8 @@ from swiftlite.base.log import logger
 
 HELD_OUT_SHARE = 0.2
 MIN_HELD_OUT = 16
+LINES = 8
+"""Number of lines that `digest_of_end` reads."""
 MAX_HELD_OUT = 48
 """Maximum number of held-out rows, because the model continues each of them before and after training."""
 
@@ -38,18 +40,21 @@ def read_log(path: Path) -> list[bytes]:
     return [line for line in lines if line.endswith(b"\n")]
 
 
-def digest_of(line: bytes) -> str:
-    """Return a digest by which a line is found again, also after its file was renamed."""
-    return hashlib.sha256(line).hexdigest()
+def digest_of_end(lines: Sequence[bytes]) -> str:
+    """Return a digest by which the end of a log is found again, also after its file was renamed.
+
+    It is that of several lines, because clients repeat requests.
+    """
+    return hashlib.sha256(b"".join(lines[-LINES:])).hexdigest()
 
 
-def num_new(lines: Sequence[bytes], last: str) -> int:
-    """Return the number of lines after the one with the digest `last`; all if there is none.
+def num_new(lines: Sequence[bytes], end: str) -> int:
+    """Return the number of lines after those with the digest `end`; all if there are none.
 
     Only these lines are read, because the log is looked at every few seconds.
     """
-    for number, line in enumerate(reversed(lines)):
-        if digest_of(line) == last:
+    for number in range(len(lines)):
+        if digest_of_end(lines[max(0, len(lines) - number - LINES) : len(lines) - number]) == end:
             return number
     return len(lines)
 

@@ -66,7 +66,8 @@ class State:
         previous: name of the heads that the server had before them; "" if there is nothing to return to.
         rounds: number of rounds that have begun.
         is_in_round: whether the last round has no decision yet.
-        last: digest of the newest row of the log that a round has used.
+        base: name of the heads from which the last round trains.
+        last: digest of the end of the log that a round has used.
         instance: identity of the server's process that has the heads.
         sent: what that process had counted when it received them.
         before: what it counted with the heads before.
@@ -78,6 +79,7 @@ class State:
     previous: str = ""
     rounds: int = 0
     is_in_round: bool = False
+    base: str = MODEL
     last: str = ""
     instance: str = ""
     sent: Served = Served()
@@ -124,7 +126,7 @@ def record(directory: Path, decision: str, why: str, **details: Any) -> None:
     """Append a decision to decisions.jsonl, and log it.
 
     Args:
-        decision: one of sent, kept, rolled_back, restored.
+        decision: one of sent, kept, failed, rolled_back, restored.
         why: the reason in a few words.
     """
     logger.info("%s: %s", decision, why)

@@ -12,7 +12,7 @@ import pytest
 
 from swiftlite.base.errors import UserError
 from swiftlite.improve.adapt.command import is_worse
-from swiftlite.improve.adapt.request_log import MAX_HELD_OUT, MIN_HELD_OUT, digest_of, divide, num_new, read_log
+from swiftlite.improve.adapt.request_log import MAX_HELD_OUT, MIN_HELD_OUT, digest_of_end, divide, num_new, read_log
 from swiftlite.improve.adapt.state import Served, State
 from tests.messages import naming
 
@@ -37,7 +37,7 @@ def test_the_replaced_file_comes_first_and_unfinished_or_other_lines_are_skipped
 def test_new_rows_are_those_after_the_last_one_also_when_the_file_was_replaced(tmp_path):
     log = tmp_path / "log.jsonl"
     write(log, *map(line, "123"))
-    last = digest_of(read_log(log)[-1])
+    last = digest_of_end(read_log(log))
     assert num_new(read_log(log), last) == 0
     assert num_new(read_log(log), "") == 3
     log.rename(tmp_path / "log.1.jsonl")
@@ -56,6 +56,14 @@ def test_the_newest_rows_are_held_out(tmp_path, number, held_out):
     assert questions == list(range(number - held_out, number))
     trained = [int(row["messages"][0]["content"]) for row in training]
     assert trained == list(range(number - held_out))[-50:]
+
+
+def test_repeated_conversations_count_as_new(tmp_path):
+    log = tmp_path / "log.jsonl"
+    write(log, line("1"), *[line("again")] * 3)
+    end = digest_of_end(read_log(log))
+    write(log, line("1"), *[line("again")] * 3, line("2"), *[line("again")] * 5)
+    assert num_new(read_log(log), end) == 6
 
 
 def test_a_question_that_is_held_out_is_not_trained(tmp_path):
