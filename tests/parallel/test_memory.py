@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.base.heads import Heads
+from swiftlite.model.attention import rope, self_attention
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from tests.parallel.launch import launch
@@ -277,8 +278,15 @@ class OneKernel(torch.autograd.Function):
 
 
 def measure_fused(hf_config: dict, setup: Setup):
-    """Measure in a separate process, in which `OneKernel` replaces torch's norm."""
+    """Measure in a separate process, in which `OneKernel` replaces torch's norm, and the norm in the compiled rotation,
+    which is not compiled on a CPU."""
     F.rms_norm = lambda hidden, shape, weight, eps: OneKernel.apply(hidden, weight, eps)  # type: ignore[assignment]
+
+    def norm_and_rotate(channels, weight, rotary_emb, eps, is_zero_centered):
+        assert not is_zero_centered
+        return rope.rotate(OneKernel.apply(channels, weight, eps), rotary_emb)  # type: ignore[arg-type]
+
+    self_attention.fused_norm_and_rotate = norm_and_rotate  # type: ignore[assignment]
     return measure(hf_config, setup)
 
 

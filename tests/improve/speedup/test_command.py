@@ -10,7 +10,7 @@ import pytest
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.info import EngineInfo
-from swiftlite.improve.speedup import steps
+from swiftlite.improve import steps
 from swiftlite.improve.speedup.command import NOT_SETTINGS, run
 from swiftlite.improve.speedup.state import Progress
 from tests.data.templates import ALPACA

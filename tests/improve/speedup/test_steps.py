@@ -7,7 +7,7 @@ import time
 import pytest
 
 from swiftlite.base.errors import UserError
-from swiftlite.improve.speedup import steps
+from swiftlite.improve import steps
 from swiftlite.improve.speedup.state import FILE, Progress
 from swiftlite.improve.steps import CommandStep, run_step
 from tests.messages import naming
