@@ -65,7 +65,7 @@ from tools import lookup
 random.seed(1)
 # A key is one token, because two layers learn slowly to copy several.
 vocabulary = AutoTokenizer.from_pretrained(f"{out}/tiny").get_vocab()
-keys = random.sample(sorted(token for token in vocabulary if re.fullmatch("[a-z]+", token)), 64)
+keys = random.sample(sorted(token for token in vocabulary if re.fullmatch("[a-z]+", token)), 16)
 tools = [{"type": "function", "function": {"name": "lookup"}}]
 with open(f"{out}/sft.jsonl", "w") as file:
     for number in range(12800):

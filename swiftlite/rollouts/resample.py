@@ -2,7 +2,7 @@
 are 0 (DAPO).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,7 @@ class Resampling:
         num_tokens = sum(each.is_generated.sum() for each in rounds)
         figures = {
             **generation.figures,
+            **_of_conversations(rounds),
             **completion_figures(
                 generation.generated_lengths, generation.is_truncated, engine.draft_counts().since(before)
             ),
@@ -80,6 +81,18 @@ class Resampling:
     def _round(self, rows: np.ndarray, first: int, step: int, settings: Mapping[str, Any]) -> Generation:
         prompts = self.prompts.of(rows)
         return self.drawing.score(self.drawing.draw(prompts, first, settings), prompts, step)
+
+
+def _of_conversations(rounds: Sequence[Generation]) -> dict[str, float]:
+    """Return the metrics of tools and turns over all rounds; empty without tools and rollout functions."""
+    figures = {}
+    numbers = [len(each) for each in rounds]
+    for name in rounds[0].figures:
+        if name == "rollout/turns" or name.startswith("tools/") or name.endswith("_after_tool"):
+            figures[name] = float(np.average([each.figures.get(name, 0.0) for each in rounds], weights=numbers))
+    if "rollout/failures" in rounds[0].figures:
+        figures["rollout/failures"] = sum(each.figures["rollout/failures"] for each in rounds)
+    return figures
 
 
 def replaced(number: int, flat: np.ndarray, number_of_further: int, flat_of_further: np.ndarray) -> np.ndarray:

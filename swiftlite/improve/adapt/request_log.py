@@ -28,7 +28,7 @@ def read_log(path: Path) -> list[bytes]:
     Raises:
         UserError: the log cannot be read.
     """
-    older = path.with_name(f"{path.stem}.1{path.suffix}")
+    older = path.resolve().with_name(f"{path.stem}.1{path.suffix}")  # as `LogFile` names it, also behind a link
     lines: list[bytes] = []
     for file in (older, path):
         try:
