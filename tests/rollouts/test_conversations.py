@@ -84,6 +84,11 @@ async def repeats(messages, generate):
 async def first(messages, generate): return await once([{"role": "system", "content": "s"}, *messages], generate)
 async def early(messages, generate): return await once([*messages, {"role": "user", "content": "more"}], generate)
 async def together(messages, generate): await asyncio.gather(generate(messages), generate(messages))
+async def cancels(messages, generate):
+    try:
+        await asyncio.wait_for(generate(messages), 0.001)
+    except TimeoutError:
+        return messages
 async def number(messages, generate): return await generate(messages, max_tokens=0)
 async def unnamed(messages, generate):
     messages = [*messages, await generate(messages), {"content": "more"}]
@@ -253,6 +258,7 @@ def test_a_function_without_an_end_is_ended(tmp_path, function):
         ("first", "message 0 user"),
         ("early", "messages of the prompt"),
         ("together", "generate"),
+        ("cancels", "--rollout_func"),  # while the other one waits, or after it was answered
         ("number", "max_tokens 0"),
         ("unnamed", "role"),
         ("bytes", "JSON"),
