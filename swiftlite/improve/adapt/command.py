@@ -29,8 +29,8 @@ from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, read_r
 from swiftlite.improve.steps import CommandStep, run_step
 from swiftlite.runtime.lock import only_run_in
 
-# Options that a resumed command may change.
-NOT_SETTINGS = ("output_dir", "server", "request_log", "rounds", "min_rows", "max_rows", "poll_seconds")
+# A resumed command may change all other options: they only change rounds that have not begun.
+SETTINGS = ("model", "torch_dtype", "chat_template_kwargs")
 PRIVATE = 0o077
 """Mask of file permissions: conversations are readable by this user alone, as in the log."""
 NICENESS = 10
@@ -54,7 +54,7 @@ def run(args: AdaptArgs) -> None:
         raise UserError(f"--model {args.model} has no heads", "train some first: swiftlite speedup --model MODEL")
     directory = Path(args.output_dir)
     check_writable("--output_dir", directory)
-    settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
+    settings = {name: vars(args)[name] for name in SETTINGS}
     with only_run_in(directory):
         state = State.read(directory, settings)
         try:
