@@ -56,7 +56,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the user's code failed, to follow its name, with the traceback."""
+    """The reason why the user's code failed, written to follow its name, with the traceback."""
 
     reason: str
     traceback: str = ""

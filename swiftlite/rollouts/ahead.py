@@ -33,7 +33,7 @@ class DrawingAhead:
         self._tasks.put((self._future, draw))
 
     def wait(self) -> tuple[int, Generation] | None:
-        """Wait for the generation that is drawn, and return its number and the generation; None if there is none.
+        """Wait for the generation that is drawn, and return its number and the generation, or None without one.
 
         Raises:
             UserError: the engine or a reward function failed.

@@ -40,7 +40,7 @@ from swiftlite.rollouts.turns import Turns
 
 @dataclass(frozen=True)
 class Drawn:
-    """What an engine generated for a generation.
+    """Answers that an engine drew for one generation.
 
     Attributes:
         counts: drafts of all answers.

@@ -7,8 +7,8 @@ Completions of held-out prompts are drawn in the same way, and only their metric
 
 With `--async_rollouts 1`, the next generation is drawn while the trainer trains, with the weights before this training:
 
-    train on generation             0    1    2    3
-    meanwhile, draw generation      1    2    3    4
+    train on generation              0    1    2    3
+    in parallel, draw generation     1    2    3    4
 
 So generation 2 has the policy that was trained on generation 0, and the importance weights of the loss correct for the
 difference. A checkpoint is written after the generation that is being drawn, so that a resumed run trains on the same

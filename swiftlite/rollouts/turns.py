@@ -20,7 +20,7 @@ TEMPLATE_HINT = "use a model whose template renders tools, and calls as <tool_ca
 
 
 class Turns:
-    """How a model's chat template continues conversations.
+    """A continuation of conversations by a model's chat template.
 
     Args:
         template: the chat template.

@@ -29,7 +29,7 @@ from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, read_r
 from swiftlite.improve.steps import CommandStep, run_step
 from swiftlite.runtime.lock import only_run_in
 
-# A resumed command may change all other options: they only change rounds that have not begun.
+# A resumed command may change all other options: they only change rounds that have not started.
 SETTINGS = ("model", "torch_dtype", "chat_template_kwargs")
 PRIVATE = 0o077
 """Mask of file permissions: conversations are readable by this user alone, as in the log."""

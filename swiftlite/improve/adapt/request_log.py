@@ -51,7 +51,7 @@ def digest_of_end(lines: Sequence[bytes]) -> str:
 def num_new(lines: Sequence[bytes], end: str) -> int:
     """Return the number of lines after those with the digest `end`; all if there are none.
 
-    Only these lines are read, because the log is looked at every few seconds.
+    Only these lines are read, because the log is read every few seconds.
     """
     for number in range(len(lines)):
         if digest_of_end(lines[max(0, len(lines) - number - LINES) : len(lines) - number]) == end:

@@ -64,7 +64,7 @@ class State:
         settings: options that a resumed command must not change.
         heads: name of the heads that the server should have: "model", or the round that trained them.
         previous: name of the heads that the server had before them; "" if there is nothing to return to.
-        rounds: number of rounds that have begun.
+        rounds: number of rounds that have started.
         is_in_round: whether the last round has no decision yet.
         base: name of the heads from which the last round trains.
         last: digest of the end of the log that a round has used.
