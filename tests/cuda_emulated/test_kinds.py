@@ -49,6 +49,10 @@ SLOW = (
     "dp_balanced",
     "dpo",
     "dpo float32",
+    "rm",
+    "gkd",  # "grpo" has a teacher too
+    "eagle3.1 packed",
+    "latent lite, biases updated",
     "kto",
     "heads_only",
     "heads_only, drafted tokens",

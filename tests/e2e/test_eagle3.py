@@ -184,6 +184,7 @@ def train(commands: Commands, dataset: Path) -> dict[str, Any]:
     return json.loads((directory / "whole" / "acceptance.json").read_text())["after"]["generated"]
 
 
+@pytest.mark.slow
 def test_a_run_counts_what_transformers_counts(commands, dataset):
     """A drafter passes through the commands: training, export, inference, evaluation, doctor."""
     said_by_run, directory = train(commands, dataset), commands.directory

@@ -216,6 +216,7 @@ def wait_for_a_save(process, run: Path) -> None:
         time.sleep(0.0005)
 
 
+@pytest.mark.slow
 def test_nothing_lives_on_after_a_kill_in_an_asynchronous_save(commands, sft, tmp_path):
     run = tmp_path / "run"
     frequent = ("--save_steps", "1", "--train_iters", "500", "--async_save", "true", "--acceptance_samples", "0")
@@ -232,6 +233,7 @@ def test_nothing_lives_on_after_a_kill_in_an_asynchronous_save(commands, sft, tm
     assert alive == []
 
 
+@pytest.mark.slow
 def test_resume_of_nothing_starts_and_says_so(commands, sft, tmp_path):
     run = tmp_path / "run"
     short = ("--train_iters", "2", "--acceptance_samples", "0", "--output_dir", run, "--resume")

@@ -52,7 +52,7 @@ CHOSEN = [("qwen3", 3), ("deepseek_v3", 3)]
 WITH_VOCAB = some_of(("qwen3", "mimo"), "qwen3")
 # Each with a draft class, or a kind of layer, that takes new weights in a way of its own.
 LIVE = some_of(("mimo", "glm4_moe", "qwen3_moe", "deepseek_v3"), "deepseek_v3")
-DRAWN = some_of([(3, 0.0), (0, 0.7), (3, 0.7), (3, 1.0)], (3, 0.0), (3, 0.7))
+DRAWN = some_of([(3, 0.0), (0, 0.7), (3, 0.7), (3, 1.0)], (3, 0.7))
 """Numbers of draft tokens and temperatures of answers. Sampled drafts are verified as on a GPU."""
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
 SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']

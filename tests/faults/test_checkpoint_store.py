@@ -102,7 +102,7 @@ def test_a_killed_run_resumes_from_the_store(words, unbroken, url, function, num
     assert found["metrics"] == unbroken["metrics"]
 
 
-@pytest.mark.parametrize(("function", "number"), some_of(FETCHING, ("ObjectStore.get", 2)))
+@pytest.mark.parametrize(("function", "number"), some_of(FETCHING))
 def test_a_killed_fetch_is_repeated(words, unbroken, url, function, number, tmp_path):
     command = command_for(url)
     code, errors, _ = run(command, words, tmp_path, signal_at=WITH_STEP_2)
@@ -118,6 +118,7 @@ def test_a_killed_fetch_is_repeated(words, unbroken, url, function, number, tmp_
     assert without_id(content_of_run(tmp_path)) == unbroken
 
 
+@pytest.mark.slow
 def test_a_store_that_is_down_at_a_resume(words, unbroken, s3, url, monkeypatch, tmp_path):
     """The run continues from its directory, and copies when the store answers again."""
     command = command_for(url)

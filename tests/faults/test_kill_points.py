@@ -96,7 +96,7 @@ def test_commands_that_are_hit_are_made_good(tmp_path, faults):
     shim = str(build_shim(tmp_path))  # otherwise hunt.py builds it, and starts a second time
     environment = os.environ | {"LD_PRELOAD": shim, "FAULTS_SHIM": shim}
     options = [word for fault in faults.split() for word in ("--fault", fault)]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.hunt", "--every", "120", *options, *COMMANDS]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.hunt", "--every", "240", *options, *COMMANDS]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" hit, 0 not made good") == len(COMMANDS) * len(faults.split())

@@ -13,7 +13,6 @@ from swiftlite.train import phases
 from tests.parallel.launch import prepare_session
 from tests.parallel.parity import SIZES
 from tests.parallel.runs import metrics_of, run_all, start
-from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.distilled import gkd_options, make_models, store
 
@@ -76,7 +75,8 @@ def compare(place: Path, alone: dict[str, GkdArgs], divided: dict[tuple[str, str
             assert other == pytest.approx(one, **TOLERANCE), f"{what} {name}, step {step + 1}"
 
 
-@pytest.mark.parametrize("is_in_ci", some_of([True, False], True), ids=["ci", "others"])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_in_ci", [True, False], ids=["chosen", "others"])
 def test_a_layout_changes_no_number(tmp_path, is_in_ci):
     alone = {name: make_options(tmp_path, name, **options) for name, options in TRAINED.items()}
     divided = {}

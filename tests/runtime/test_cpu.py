@@ -119,7 +119,7 @@ def test_a_step_and_a_save_run_with_all_shims(tmp_path):
     launch(1, step_and_save, "", tmp_path)
 
 
-@pytest.mark.parametrize("shim", SHIMS)
+@pytest.mark.parametrize("shim", some_of(SHIMS, "device_literal", "tensor_cuda"))
 def test_each_shim_is_needed(tmp_path, shim):
     with pytest.raises(ProcessRaisedException) as raised:
         launch(1, step_and_save, shim, tmp_path)

@@ -24,6 +24,7 @@ def options(tmp_path):
     return lambda **changed: make(**usual | changed)
 
 
+@pytest.mark.slow
 def test_the_reward_of_a_model_rises(options, mesh):
     lines = metrics(train(options(train_iters=25, lr=3e-3), mesh))
     rewards = [line["rewards/judge/mean"] for line in lines]

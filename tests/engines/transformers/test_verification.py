@@ -154,7 +154,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("filters", some_of(FILTERS, FILTERS[1]))
 def test_an_engine_that_drafts_applies_filters_as_the_trunk_would(tmp_path, filters):
     directory = make_small(tmp_path, "qwen3", 2)
     found, counts = answered(directory, **filters)
