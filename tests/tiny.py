@@ -15,6 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -38,9 +42,12 @@ from swiftlite.engines.transformers.step3p5 import Step3p5ForCausalLM
 from swiftlite.families import FAMILIES
 from swiftlite.families.serving.index import CONVENTIONS
 
-# transformers has no MiMo: its trunk is Qwen2's. Of wrappers, these are the classes of the language model.
+# transformers has no MiMo, whose trunk is Qwen2's, and no Kimi-K2, which is DeepSeek-V3. Of wrappers, these are the classes of the language model.
 _OWN_CLASSES: dict[str, tuple[type, type]] = {
+    "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "kimi_k25": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
+    "mistral3": (MistralConfig, MistralForCausalLM),
     "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
@@ -63,10 +70,12 @@ OWN_SIZES = {name: dict(family.tiny) for name, family in FAMILIES.items() if fam
 """Settings of tiny models of these families, in addition to the sizes of all families."""
 DSA = ("deepseek_v32", "glm_moe_dsa")
 """Families with indexers. vLLM and SGLang compute them on GPUs only."""
-LATENT = ("deepseek_v3", "glm4_moe_lite", *DSA)
-WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", *DSA)
+COPIED_TOWER = ("kimi_k25", "mistral3")
+WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", *COPIED_TOWER)
 """Families whose files contain a vision tower in addition to the language model."""
 TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model"}
+TEXT_PREFIX |= dict.fromkeys(COPIED_TOWER, "language_model.model")
 """Prefixes of the language model's tensors in these families' files."""
 WINDOWED = ("gemma3_text", "olmo3", "step3p5")
 """Families whose layers with and without a window have different rotary embeddings."""
@@ -191,7 +200,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         head = block = f"model.mtp.layers.{k}."
         parts = ("enorm", "hnorm", "eh_proj", "final_layernorm")
     elif family in NEXT_LAYER_HEADS:
-        head = block = f"model.layers.{num_layers + k}."
+        head = block = hub_name(family, f"model.layers.{num_layers + k}.")
         output_norm = {"hy_v3": "final_layernorm", "step3p5": "transformer.shared_head.norm"}
         parts = ("enorm", "hnorm", "eh_proj", output_norm.get(family, "shared_head.norm"))
     else:
@@ -410,6 +419,8 @@ def write_hf(
     save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    if family == "kimi_k2":
+        config["model_type"] = family
     if family == "olmo3":  # as published; SGLang reads nothing else
         settings = config.pop("rope_parameters")["full_attention"]
         config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
@@ -474,6 +485,8 @@ def hub_name(family: str, name: str) -> str:
     """Return a tensor's name in files, given its name in transformers' language model."""
     for memory, hub in HUB_NAMES.get(family, {}).items():
         name = name.replace(memory, hub)
+    if family in COPIED_TOWER and name == "lm_head.weight":
+        return "language_model.lm_head.weight"
     return name.replace("model.", f"{TEXT_PREFIX[family]}.", 1) if family in WRAPPED else name
 
 
@@ -489,6 +502,8 @@ def memory_name(family: str, name: str) -> str:
     for memory, hub in HUB_NAMES.get(family, {}).items():
         name = name.replace(hub, memory)
     name = name.replace("pre_mlp_layernorm", "post_attention_layernorm")  # in heads of MiMo-V2-Flash
+    if family in COPIED_TOWER and name == "language_model.lm_head.weight":
+        return "lm_head.weight"
     return name.replace(f"{TEXT_PREFIX[family]}.", "model.", 1) if family in WRAPPED else name
 
 
@@ -504,6 +519,8 @@ VISION = {"model.visual.blocks.0.weight": torch.arange(12.0).view(3, 4), "model.
 
 
 ARCHITECTURES = {
+    "kimi_k25": "KimiK25ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
@@ -518,12 +535,13 @@ def carried_tensors(family: str) -> dict[str, torch.Tensor]:
 
 
 VISUAL_PREFIX = dict.fromkeys(WRAPPED, "model.visual.") | {"qwen2_5_vl": "visual."}
+VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.")
 """Prefixes of the vision tower's tensors in these families' files."""
 
 
 def wrapped(config: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return the config.json of a vision-language model that contains the given config of its language model."""
-    config |= {"model_type": f"{model_type}_text"}
+    config |= {"model_type": {"kimi_k25": "kimi_k2", "mistral3": "mistral"}.get(model_type, f"{model_type}_text")}
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,

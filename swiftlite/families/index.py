@@ -21,11 +21,13 @@ from swiftlite.families.models.glm_moe_dsa import GLM_MOE_DSA
 from swiftlite.families.models.gpt_oss import GPT_OSS
 from swiftlite.families.models.granite import GRANITE
 from swiftlite.families.models.hy_v3 import HY_V3
+from swiftlite.families.models.kimi_k2 import KIMI_K2, KIMI_K25
 from swiftlite.families.models.llama import LLAMA
 from swiftlite.families.models.mimo import MIMO
 from swiftlite.families.models.mimo_v2_flash import MIMO_V2_FLASH
 from swiftlite.families.models.minimax_m2 import MINIMAX_M2
 from swiftlite.families.models.mistral import MISTRAL
+from swiftlite.families.models.mistral3 import MISTRAL3
 from swiftlite.families.models.olmo2 import OLMO2
 from swiftlite.families.models.olmo3 import OLMO3
 from swiftlite.families.models.phi3 import PHI3
@@ -57,11 +59,14 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "hy_v3": HY_V3,
+    "kimi_k2": KIMI_K2,
+    "kimi_k25": KIMI_K25,
     "llama": LLAMA,
     "mimo": MIMO,
     "mimo_v2_flash": MIMO_V2_FLASH,
     "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
+    "mistral3": MISTRAL3,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "phi3": PHI3,

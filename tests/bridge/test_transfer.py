@@ -27,6 +27,7 @@ from tests.tiny import (
     WITH_SHARED_NORM,
     WRAPPED,
     carried_tensors,
+    hub_name,
     make_tiny_hf,
     mtp_names,
     per_expert,
@@ -410,10 +411,11 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     original = read_all(source)
     report = load(model := build(source, mesh, depth=0), source)
     behind_the_trunk = family in NEXT_LAYER_HEADS
-    prefixes = ("model.layers.2.", "model.layers.3.") if behind_the_trunk else ("mtp.", "model.mtp_", "model.mtp.")
+    behind = tuple(hub_name(family, f"model.layers.{number}.") for number in (2, 3))
+    prefixes = behind if behind_the_trunk else ("mtp.", "model.mtp_", "model.mtp.")
     assert set(report.dropped) == {key for key in per_expert(original) if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")
-    left = (*prefixes, "model.visual.", "visual.")
+    left = (*prefixes, "model.visual.", "visual.", "vision_tower.")
     trunk = {key: tensor for key, tensor in original.items() if not key.startswith(left)}
     assert_same_tensors(read_all(tmp_path / "out"), trunk)
 

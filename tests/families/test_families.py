@@ -89,7 +89,9 @@ OWN_NEUTRAL = {
         "hidden_activation",
         "use_bidirectional_attention",
     },
-    "deepseek_v3": {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"},
+    **dict.fromkeys(
+        ("deepseek_v3", "kimi_k2", "kimi_k25"), {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"}
+    ),
     "deepseek_v32": {"attention_bias", "mlp_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     "glm4_moe_lite": {"attention_bias", "topk_method"},
     "glm_moe_dsa": {"attention_bias", "mlp_bias", "moe_layer_freq", "scoring_func", "topk_method"},
@@ -195,7 +197,7 @@ OWN_READ = {
     | OF_LINEAR
     | {"mtp_num_hidden_layers", "num_experts", "shared_expert_intermediate_size"},
     "glm4_moe": OF_MIXTURE | {"attention_bias", "use_qk_norm"},
-    "deepseek_v3": OF_LATENT,
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), OF_LATENT),
     "deepseek_v32": OF_DSA,
     "glm4_moe_lite": OF_LATENT | {"mlp_layer_types"},
     "glm_moe_dsa": OF_DSA | {"indexer_types"},
@@ -298,6 +300,8 @@ LATENT_ATTENTION["glm_moe_dsa"] = LATENT_ATTENTION["deepseek_v3"] | {
     },
 }
 
+LATENT_ATTENTION |= dict.fromkeys(("kimi_k2", "kimi_k25"), LATENT_ATTENTION["deepseek_v3"])
+
 OWN_CONFIG = LATENT_ATTENTION | {
     family: {"attention_output_gate": True, "layernorm_zero_centered_gamma": True} for family in HYBRID
 }
@@ -361,7 +365,7 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     state = {hub_name(family, name): tensor for name, tensor in per_expert(model.state_dict()).items()}
     config = model.config.to_dict()
     if config["tie_word_embeddings"]:
-        del state["lm_head.weight"]
+        del state[hub_name(family, "lm_head.weight")]
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if family == "step3p5":
         config = step_as_published(config, 2)
@@ -371,7 +375,9 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
 
     heads = per_expert(random_mtp_tensors(model, family, 2))
     all_rows = families.FAMILIES[family].rows(config, 2)
-    copies = {copy: row.hf_shapes()[copy] for row in all_rows for copy in row.hf_copies if copy != "lm_head.weight"}
+    copies = {
+        copy: row.hf_shapes()[copy] for row in all_rows for copy in row.hf_copies if not copy.endswith("lm_head.weight")
+    }
     assert copies | {key: shape for row in all_rows[len(rows) :] for key, shape in row.hf.items()} == {
         name: tuple(tensor.shape) for name, tensor in heads.items()
     }

@@ -29,6 +29,10 @@ def load_megatron(directory: Path, mesh, dtype: torch.dtype, **options) -> GPTMo
     return model.eval()
 
 
+WITHOUT_WRAPPER = {"^model.language_model": "model", "^language_model.": ""}
+"""Prefixes of the language model in files of vision-language models, and in files of the language model alone."""
+
+
 def load_transformers(directory: Path, family: str, dtype: torch.dtype):
     config_class, model_class = CLASSES[family]
     values = json.loads((directory / "config.json").read_text())
@@ -38,7 +42,7 @@ def load_transformers(directory: Path, family: str, dtype: torch.dtype):
         directory,
         config=config_class.from_dict(values | {"model_type": config_class.model_type}),
         dtype=dtype,
-        key_mapping={"^model.language_model": "model"} if family in WRAPPED else None,
+        key_mapping=WITHOUT_WRAPPER if family in WRAPPED else None,
         experts_implementation="eager",  # one expert after the other, in the order in which we sum
     ).eval()
 

@@ -50,6 +50,7 @@ from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys,
 from swiftlite.engines.transformers.verification import processed, verify, verify_greedily, warpers
 from swiftlite.families import eagle3
 from swiftlite.families.resolved import HfModel
+from swiftlite.families.wrapped import PREFIX, is_wrapped
 
 
 class TransformersEngine:
@@ -323,7 +324,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         model_class, options["config"] = resolve_name(model.family.serving.transformers)(model)
     else:
         options["trust_remote_code"] = config.trust_remote_code
-    if format_of(model.config):
+    if format_of(model.config) or is_wrapped(model.family):
         model_class, options["config"] = _unquantized_class(model_class, model, options)
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
         source = None
@@ -355,7 +356,7 @@ def _has_vision_class_only(model: HfModel) -> bool:
 
 
 def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
-    """Return the class for the trunk of a quantized model, and the model's config without the quantization."""
+    """Return the class for a trunk whose tensors are read here, and the model's config without the quantization."""
     config = options.pop("config", None)
     trust_remote_code = options.pop("trust_remote_code", False)
     if config is None:
@@ -371,7 +372,7 @@ def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]
 
 
 def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the trunk's tensors, decoded as in training.
+    """Return the trunk's tensors, decoded as in training, with the names of a language model without a wrapper.
 
     transformers 5.19 applies wrong FP8 scales or raises an error if the size of a matrix is not a multiple of the block
     size, such as DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows (integrations/finegrained_fp8.py).
@@ -382,8 +383,9 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
         for key, entry in checkpoint.entries.items():
             if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
                 continue
-            tensors[key] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
-            checkpoint.read_into(tensors[key], key, (slice(None),) * len(entry.shape))
+            name = key.removeprefix(PREFIX)
+            tensors[name] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
+            checkpoint.read_into(tensors[name], key, (slice(None),) * len(entry.shape))
     return stack_as_in_files(tensors)
 
 

@@ -1,0 +1,33 @@
+"""Trunks for transformers that have another `model_type` in their files: language models within wrappers, and Kimi-K2."""
+
+from typing import Any
+
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from swiftlite.families.resolved import HfModel
+
+_OF_FILES = ("model_type", "architectures", "auto_map", "quantization_config", "vision_config")
+"""Keys of config.json that do not describe the language model."""
+
+Trunk = tuple[type[PreTrainedModel], PreTrainedConfig]
+
+
+def deepseek_v3(model: HfModel) -> Trunk:
+    """Return the class and the config of a trunk with the layers of DeepSeek-V3."""
+    return DeepseekV3ForCausalLM, DeepseekV3Config(**_settings(model))
+
+
+def mistral(model: HfModel) -> Trunk:
+    """Return the class and the config of a trunk with the layers of Mistral."""
+    return MistralForCausalLM, MistralConfig(**_settings(model))
+
+
+def _settings(model: HfModel) -> dict[str, Any]:
+    return {key: value for key, value in model.config.items() if key not in _OF_FILES}
