@@ -42,7 +42,8 @@ from swiftlite.engines.transformers.step3p5 import Step3p5ForCausalLM
 from swiftlite.families import FAMILIES
 from swiftlite.families.serving.index import CONVENTIONS
 
-# transformers has no MiMo, whose trunk is Qwen2's, and no Kimi-K2, which is DeepSeek-V3. Of wrappers, these are the classes of the language model.
+# transformers has no MiMo, whose trunk is Qwen2's, and no Kimi-K2, which is DeepSeek-V3. Of wrappers, these are the
+# classes of the language model.
 _OWN_CLASSES: dict[str, tuple[type, type]] = {
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "kimi_k25": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -529,6 +530,10 @@ ARCHITECTURES = {
 """transformers' classes of the families in `WRAPPED`."""
 
 
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+PIXTRAL |= {"num_attention_heads": 1, "head_dim": 8, "image_size": 28, "patch_size": 14}
+
+
 def carried_tensors(family: str) -> dict[str, torch.Tensor]:
     """Return the tensors outside of the language model in the files of a family in `WRAPPED`."""
     return {hf_name.replace("model.visual.", VISUAL_PREFIX[family]): tensor for hf_name, tensor in VISION.items()}
@@ -541,13 +546,14 @@ VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.")
 
 def wrapped(config: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return the config.json of a vision-language model that contains the given config of its language model."""
+    vision = {"depth": 1, "hidden_size": 8, "num_heads": 1, "model_type": f"{model_type}_vision"}
     config |= {"model_type": {"kimi_k25": "kimi_k2", "mistral3": "mistral"}.get(model_type, f"{model_type}_text")}
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
         "text_config": config,
         "tie_word_embeddings": config["tie_word_embeddings"],
-        "vision_config": {"depth": 1, "hidden_size": 8, "num_heads": 1, "model_type": f"{model_type}_vision"},
+        "vision_config": PIXTRAL if model_type == "mistral3" else vision,
     }
 
 

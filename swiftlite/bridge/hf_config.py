@@ -61,7 +61,16 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
             hf_config[key] = max(numbers) + 1
     if "quantization_config" not in hf_config and (hf_dir / MODELOPT_FILE).is_file():
         hf_config["quantization_config"] = _modelopt_quantization(hf_dir / MODELOPT_FILE)
+    quantization = hf_config.get("quantization_config")
+    if isinstance(quantization, dict) and "quant_method" not in quantization and _is_of_modelopt(quantization):
+        hf_config["quantization_config"] = {"quant_method": "modelopt", **quantization}
     return hf_config
+
+
+def _is_of_modelopt(quantization: HfConfig) -> bool:
+    """Return whether ModelOpt wrote a quantization_config, which has no quant_method in some releases, such as 0.31."""
+    producer = quantization.get("producer")
+    return isinstance(producer, dict) and producer.get("name") == "modelopt"
 
 
 def _modelopt_quantization(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from swiftlite.families.serving.convention import Serving
 PREFIX = "language_model."
 
 
-def wrapped(family: Family, name: str, serving: Serving = Serving(), **changed: Any) -> Family:
+def wrapped(family: Family, name: str, serving: Serving, **changed: Any) -> Family:
     """Return the family `name`, whose files have the names of `family` after `PREFIX`.
 
     MTP heads that are named as decoder layers of the language model have the prefix too. Heads named `mtp.` have none.

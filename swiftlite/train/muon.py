@@ -70,8 +70,8 @@ def _update_of(matrix: torch.Tensor) -> torch.Tensor:
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return the matrix with singular values near 1, by a Newton-Schulz iteration as in torch.
 
-    It iterates in bfloat16 as torch does, except on a CPU: without native bfloat16, products of matrices take 50 times as
-    long as in float32 there.
+    It iterates in bfloat16 as torch does, except on a CPU: without native bfloat16, its products of matrices take 50
+    times as long as those in float32.
     """
     a, b, c = COEFFICIENTS
     found = matrix.float() if matrix.is_cpu else matrix.bfloat16()

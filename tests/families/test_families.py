@@ -74,6 +74,7 @@ READ = {
     "vocab_size",
 }
 # transformers' Qwen2 has no field of biases, which it always has.
+OF_DEEPSEEK = {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"}
 OWN_NEUTRAL = {
     "llama": {"attention_bias", "mlp_bias"},
     "qwen2_moe": {"qkv_bias"},
@@ -89,9 +90,9 @@ OWN_NEUTRAL = {
         "hidden_activation",
         "use_bidirectional_attention",
     },
-    **dict.fromkeys(
-        ("deepseek_v3", "kimi_k2", "kimi_k25"), {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"}
-    ),
+    "deepseek_v3": OF_DEEPSEEK,
+    "kimi_k2": OF_DEEPSEEK,
+    "kimi_k25": OF_DEEPSEEK,
     "deepseek_v32": {"attention_bias", "mlp_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     "glm4_moe_lite": {"attention_bias", "topk_method"},
     "glm_moe_dsa": {"attention_bias", "mlp_bias", "moe_layer_freq", "scoring_func", "topk_method"},

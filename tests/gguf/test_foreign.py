@@ -25,6 +25,7 @@ from tests.tiny import ALIKE, make_tiny_hf
 
 FAMILIES = some_of(ARCHITECTURES, *(family for family in ARCHITECTURES if family not in ALIKE))
 READ_AS = {
+    "kimi_k2": "deepseek_v3",
     "mistral": "llama",
     "seed_oss": "qwen2",
     "mimo": "qwen2",

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.tiny import (
     CLASSES,
+    COPIED_TOWER,
     DSA,
     HEADS_WITH_COPIES,
     VISION_TOWERS,
@@ -65,7 +66,7 @@ HEADS = {
 }
 """Families that are published with MTP heads, here with one. The config.json of MiMo-V2-Flash declares none of its
 three."""
-VISION_LANGUAGE = {"qwen2_5_vl", "qwen3_vl"}
+VISION_LANGUAGE = {"mistral3", "qwen2_5_vl", "qwen3_vl"}
 """Families whose language model transformers has only together with the vision tower."""
 ZERO_CENTERED = {"gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5"}
 """Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
@@ -109,14 +110,14 @@ def build(directory: Path, model: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_bytes(CONFIGS[model].read_bytes())
     tensors = {name: _drawn(model, name, shape) for name, shape in _shapes(model).items()}
-    if family(model) in HEADS_WITH_COPIES:
+    if family(model) in HEADS.intersection(HEADS_WITH_COPIES):
         head = mtp_names(family(model), 0, content(model)["num_hidden_layers"])[1]
         tensors[f"{head}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{head}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     if is_in_mxfp4(model):
         tensors = _in_mxfp4(tensors)
     elif is_quantized(model):
-        is_float32 = family(model) in ("deepseek_v3", "deepseek_v32", "mimo_v2_flash", "minimax_m2")
+        is_float32 = family(model) in ("deepseek_v3", "deepseek_v32", "kimi_k2", "mimo_v2_flash", "minimax_m2")
         plain: tuple[str, ...] = ("self_attn.o_proj.weight",) if family(model) == "mimo_v2_flash" else ()
         if family(model) == "step3p5":  # gates and heads
             plain = tuple(
@@ -145,8 +146,9 @@ def numbers(directory: Path) -> Tensors:
 def transformers_config(directory: Path) -> PreTrainedConfig:
     """Return the language model's config as transformers reads the published file, without quantization."""
     raw = json.loads((directory / "config.json").read_text())
-    if raw["model_type"] == "mimo":  # transformers has no MiMo: its trunk is Qwen2's
-        return Qwen2Config(**{key: value for key, value in raw.items() if key not in ("model_type", "auto_map")})
+    if raw["model_type"] in ("mimo", "kimi_k2"):  # transformers has neither: their trunks are Qwen2's and DeepSeek-V3's
+        left_out = ("model_type", "auto_map", "quantization_config")
+        return CLASSES[raw["model_type"]][0](**{key: value for key, value in raw.items() if key not in left_out})
     config = AutoConfig.from_pretrained(directory)
     text = config.get_text_config()
     for part in (config, text):
@@ -200,13 +202,23 @@ def _shapes(model: str) -> dict[str, tuple[int, ...]]:
         shapes |= {block + name: shape for name, shape in inner.items()}
         if kind in WITH_OWN_OUTPUT:
             shapes[output_name(block)] = (config.vocab_size, hidden)
-    if kind in WRAPPED:
+    if kind in COPIED_TOWER:
+        shapes |= {name: tuple(tensor.shape) for name, tensor in _copied(raw).items()}
+    elif kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
         settings = {key: value for key, value in raw["vision_config"].items() if key != "model_type"}
         with torch.device("meta"):
             tower = tower_class(config_class(**settings))
         shapes |= {VISUAL_PREFIX[kind] + name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
     return shapes
+
+
+def _copied(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the tower and its projector, by their names in files."""
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
+    held = {name.removeprefix("model."): tensor for name, tensor in whole.state_dict().items()}
+    return {name: tensor for name, tensor in held.items() if not name.startswith(("language_model.", "lm_head."))}
 
 
 def _config_of(kind: str, raw: Mapping[str, Any]) -> Any:

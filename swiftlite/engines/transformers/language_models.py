@@ -1,4 +1,4 @@
-"""Trunks for transformers that have another `model_type` in their files: language models within wrappers, and Kimi-K2."""
+"""Trunks for transformers whose files have another `model_type`: Kimi-K2, and language models within wrappers."""
 
 from typing import Any
 

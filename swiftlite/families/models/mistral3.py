@@ -1,4 +1,7 @@
-"""Mistral 3 (Mistral Small 3.1 and 3.2): the layers of Mistral and a vision tower. It was published without MTP heads."""
+"""Mistral 3 (Mistral Small 3.1 and 3.2): the layers of Mistral and a vision tower.
+
+The published models have no MTP heads.
+"""
 
 from swiftlite.families.models.mistral import MISTRAL
 from swiftlite.families.serving.convention import Serving

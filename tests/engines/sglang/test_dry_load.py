@@ -40,7 +40,7 @@ from tests.messages import mention_each, mentions
 from tests.published import library
 from tests.quantized import quantize_hf
 from tests.tiers import selected, some_of
-from tests.tiny import CLASSES, DSA, HYBRID, LATENT, ONLY_IN_VLLM, VLLM_LATENT_SIZES, make_tiny_hf
+from tests.tiny import CANNOT_DRAFT, CLASSES, DSA, HYBRID, LATENT, VLLM_LATENT_SIZES, make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -48,7 +48,7 @@ pytestmark = [
 ]
 # SGLang keeps states of linear attention and indexers on GPUs alone ("extra_buffer requires platform support"), and
 # neither SGLang nor the plugin has a draft for heads of the others.
-LOADABLE = [family for family in CLASSES if family not in (*DSA, *HYBRID, *ONLY_IN_VLLM)]
+LOADABLE = [family for family in CLASSES if family not in (*DSA, *HYBRID, *CANNOT_DRAFT["sglang"])]
 COMMON_WINDOW = ("mistral", "phi3")
 """Families whose layers all have the same window, which SGLang ignores."""
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)]
@@ -80,7 +80,9 @@ METHODS: dict[str, dict[str, Any]] = {
 # Stacks of gpt-oss are only stored in MXFP4, and `quantize_hf` does not quantize those of Step-3.5. SGLang builds
 # indexers on GPUs only.
 STACKED = ("gpt_oss", "step3p5")
-QUANTIZED = [family for family in CLASSES if family not in (*DSA, *HYBRID, *ONLY_IN_VLLM, *WITHOUT_SCALES, *STACKED)]
+QUANTIZED = [
+    family for family in CLASSES if family not in (*DSA, *HYBRID, *CANNOT_DRAFT["sglang"], *WITHOUT_SCALES, *STACKED)
+]
 # No list can describe plain heads of these for SGLang (`unlisted_engines`).
 UNLISTED = [("qwen3_moe", False), ("mimo", False)]
 QUANTIZED_CASES = [case for case in product(QUANTIZED, (False, True)) if case not in UNLISTED]
@@ -164,7 +166,7 @@ def reports(models, cases) -> dict[Any, Any]:
 
 
 # SGLang's lines of these families are not vLLM's, for which heads are trained where nobody says otherwise.
-FED_OTHERWISE = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3")
+FED_OTHERWISE = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", "hy_v3")
 
 
 @pytest.mark.parametrize(

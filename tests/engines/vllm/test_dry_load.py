@@ -43,6 +43,7 @@ from tests.quantized import quantize_hf
 from tests.tiers import selected, some_of
 from tests.tiny import (
     CLASSES,
+    COPIED_TOWER,
     DSA,
     HYBRID,
     LATENT,
@@ -58,7 +59,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 # Models with a vision tower are loaded below. vLLM has indexers on GPUs only.
-LOADABLE = [family for family in CLASSES if not family.startswith(("qwen3_5", "qwen2_5_vl", "qwen3_vl", *DSA))]
+LOADABLE = [family for family in CLASSES if family not in (*WRAPPED, *DSA) and not family.startswith("qwen3_5")]
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
 # The published configurations have every trunk, and heads of the families that are published with heads. Here are heads
 # of the other families, and two heads.
@@ -100,7 +101,11 @@ OF_BLOCKS: dict[str, dict[str, Any]] = {
 WITHOUT_EXPERTS = ("qwen3", "llama", "qwen2", "mimo", "qwen3_5_text")
 QUANTIZED_CASES = [
     # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only.
-    *product([family for family in CLASSES if family not in ("gpt_oss", *DSA)], ("int8", "int4"), (False, True)),
+    *product(
+        [family for family in CLASSES if family not in ("gpt_oss", *DSA, *COPIED_TOWER)],
+        ("int8", "int4"),
+        (False, True),
+    ),
     *product(OF_BLOCKS, ("fp8_blocks_128",), (False, True)),
     *product(WITHOUT_EXPERTS, ("awq", "nvfp4", "modelopt_fp8"), (False, True)),
     *product(WITHOUT_EXPERTS, ("gptq",), (False,)),
