@@ -1,11 +1,17 @@
-"""Compute log-probabilities of completions under the frozen models of `megatron grpo`: reference model and teacher."""
+"""Compute log-probabilities of completions under the frozen models of `megatron grpo`: reference model and teacher.
+
+With `--sync_ref_model`, the reference model is moved towards the policy between two steps, as TRL's
+SyncRefModelCallback does; checkpoints contain its weights.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.data.sample import Sample
 from swiftlite.model.gpt import GPTModel
@@ -13,6 +19,7 @@ from swiftlite.plan.distillation import teacher_layout
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.checkpoint.checkpointer import REFERENCE, load_checkpoint
 from swiftlite.train.methods.frozen import open_frozen
 from swiftlite.train.phases import Run
 
@@ -32,6 +39,18 @@ class FrozenPolicy:
     mesh: Mesh
     batches: Batches
 
+    @torch.no_grad()
+    def mix(self, policy: Sequence[torch.nn.Module], alpha: float) -> None:
+        """Set the weights to `alpha` times those of the policy plus 1 - `alpha` times the own ones.
+
+        Args:
+            policy: its chunks on this rank; their further parameters, such as heads, are ignored.
+        """
+        for chunk, theirs in zip(self.chunks, policy, strict=True):
+            current = dict(theirs.named_parameters())
+            for name, parameter in chunk.named_parameters():
+                parameter.mul_(1 - alpha).add_(current[name], alpha=alpha)
+
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the log-probabilities of all tokens of completions, one completion after another. Collective."""
         return np.concatenate(token_log_probabilities(self.chunks, self.mesh, self.batches, samples))
@@ -48,10 +67,32 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
     if args.beta:
         model, flag = run.ref_model or run.hf_model, "--ref_model" if run.ref_model else "--model"
         opened = open_frozen(run, model, run.mesh.layout, flag)
-        policies["reference"] = FrozenPolicy(args.ref_model or args.model, *opened, batches)
+        reference = FrozenPolicy(args.ref_model or args.model, *opened, batches)
+        if args.sync_ref_model:
+            _check_same_parameters(reference.chunks, run.train_state.chunks, flag)
+            if run.checkpoint:
+                load_checkpoint(run.checkpoint, reference.mesh, reference.chunks, is_verified=True, prefix=REFERENCE)
+        policies["reference"] = reference
     if args.teacher_model:
         assert run.teacher_model is not None
         layout = teacher_layout(args, run.teacher_model.family.architecture(run.teacher_model.config))
         opened = open_frozen(run, run.teacher_model, layout, "--teacher_model")
         policies["teacher"] = FrozenPolicy(args.teacher_model, *opened, batches)
     return policies
+
+
+def _check_same_parameters(reference: Sequence[torch.nn.Module], policy: Sequence[torch.nn.Module], flag: str) -> None:
+    """Check that the policy has each parameter of the reference model.
+
+    Args:
+        flag: the option that names the reference model, for errors.
+
+    Raises:
+        UserError: the models differ.
+    """
+    for chunk, theirs in zip(reference, policy, strict=True):
+        shapes = {name: parameter.shape for name, parameter in theirs.named_parameters()}
+        for name, parameter in chunk.named_parameters():
+            if shapes.get(name) != parameter.shape:
+                problem = f"--sync_ref_model: {flag} has other parameters than --model, such as {name}"
+                raise UserError(problem, "use a reference model of the same architecture and size")

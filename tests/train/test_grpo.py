@@ -161,6 +161,7 @@ def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temp
     [
         pytest.param({"steps_per_generation": 2, "num_iterations": 2}, 2, marks=pytest.mark.slow),
         (DYNAMIC, 1),
+        ({"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_iterations": 2, "lr": 0.01}, 1),
         ({"async_rollouts": 1, "lr": 0.01}, 2),
         pytest.param({"async_rollouts": 1, "steps_per_generation": 2, "num_iterations": 2}, 2, marks=pytest.mark.slow),
         pytest.param({"eval_steps": 1}, 2, marks=pytest.mark.slow),
