@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from swiftlite import rules
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.base.errors import OptionError, UserError
 from swiftlite.base.heads import Heads
 from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
 from swiftlite.rollouts.generation import Generation
 from swiftlite.train.checkpoint.checkpointer import REFERENCE, load_checkpoint
+from tests.messages import naming
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.completions import (
@@ -219,7 +222,7 @@ def test_a_step_is_trls(model, teacher, mesh, tmp_path, name, padding_free):
         torch.testing.assert_close(gradients[each], parameter.grad, rtol=0, atol=2e-5 * largest, msg=each)
 
 
-def test_the_reference_model_follows_as_in_trl(model, mesh, tmp_path):
+def test_the_reference_model_follows_as_in_trl(model, teacher, mesh, tmp_path):
     """It is moved after steps 2 and 4, and used by the step after."""
     options = policy_options(model, tmp_path)
     changed: dict[str, Any] = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2, "train_iters": 5}
@@ -246,3 +249,8 @@ def test_the_reference_model_follows_as_in_trl(model, mesh, tmp_path):
     kl = [line["kl"] for line in metrics(copied)]  # 0 at the steps after the policy became the reference
     assert max(kl[2], kl[4]) < 1e-9
     assert min(kl[1], kl[3]) > 1e-4
+
+    with pytest.raises(UserError, match=naming("--sync_ref_model --ref_model --model")):
+        train(options(**changed, ref_model=str(teacher), output_dir=str(tmp_path / "other")), mesh)
+    with pytest.raises(OptionError, match=naming("--ref_model_sync_steps 3 4 --rollouts_from")):
+        rules.check(options(**changed | {"ref_model_sync_steps": 3}, steps_per_generation=2), 1)
