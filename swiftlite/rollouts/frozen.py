@@ -4,7 +4,8 @@ With `--sync_ref_model`, the reference model is moved towards the policy between
 SyncRefModelCallback does; checkpoints contain its weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,13 +16,16 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.data.sample import Sample
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.layers.lora import without_adapters
 from swiftlite.plan.distillation import teacher_layout
+from swiftlite.plan.policy import is_base_of_adapters
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.checkpoint.checkpointer import REFERENCE, load_checkpoint
 from swiftlite.train.methods.frozen import open_frozen
 from swiftlite.train.phases import Run
+from swiftlite.train.trainer import whole_parameters
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,14 @@ class FrozenPolicy:
         name: the model as the options name it, which is stored with the log-probabilities.
         chunks: its stages on this rank.
         mesh: its ranks and layout.
+        opened: returns a context in which `chunks` are the frozen model.
     """
 
     name: str
     chunks: Sequence[GPTModel]
     mesh: Mesh
     batches: Batches
+    opened: Callable[[], AbstractContextManager] = nullcontext
 
     @torch.no_grad()
     def mix(self, policy: Sequence[torch.nn.Module], alpha: float) -> None:
@@ -53,7 +59,8 @@ class FrozenPolicy:
 
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the log-probabilities of all tokens of completions, one completion after another. Collective."""
-        return np.concatenate(token_log_probabilities(self.chunks, self.mesh, self.batches, samples))
+        with self.opened():
+            return np.concatenate(token_log_probabilities(self.chunks, self.mesh, self.batches, samples))
 
 
 def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
@@ -64,7 +71,9 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
     """
     batches = replace(run.batches, plan=replace(run.plan, heads=Heads()))
     policies = {}
-    if args.beta:
+    if args.beta and is_base_of_adapters(args, run.plan.lora):
+        policies["reference"] = base_of_adapters(run)
+    elif args.beta:
         model, flag = run.ref_model or run.hf_model, "--ref_model" if run.ref_model else "--model"
         opened = open_frozen(run, model, run.mesh.layout, flag)
         reference = FrozenPolicy(args.ref_model or args.model, *opened, batches)
@@ -79,6 +88,18 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
         opened = open_frozen(run, run.teacher_model, layout, "--teacher_model")
         policies["teacher"] = FrozenPolicy(args.teacher_model, *opened, batches)
     return policies
+
+
+def base_of_adapters(run: Run) -> FrozenPolicy:
+    """Return the trained model without its adapters, which are all that is trained of its trunk."""
+    state = run.train_state
+
+    @contextmanager
+    def opened() -> Iterator[None]:
+        with whole_parameters(state.wrapped), without_adapters(state.chunks):
+            yield
+
+    return FrozenPolicy(run.args.model, state.chunks, run.mesh, run.batches, opened)
 
 
 def _check_same_parameters(reference: Sequence[torch.nn.Module], policy: Sequence[torch.nn.Module], flag: str) -> None:

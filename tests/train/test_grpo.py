@@ -191,6 +191,17 @@ def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_p
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def test_with_adapters_the_reference_is_the_policy_without_them(options, hf_dir, mesh):
+    changed: dict[str, Any] = {"lr": 0.05, "lr_warmup_fraction": 0.0, "train_iters": 2, "beta": 0.1}
+    run = train(options(tuner_type="lora", lora_rank=4, use_dora=True, **changed), mesh)
+    first, second = (Generation.load(run / "rollouts" / f"{number:06d}.safetensors") for number in range(2))
+    for generation in (first, second):
+        np.testing.assert_allclose(generation.reference_log_p, hf_log_p(hf_dir, generation), rtol=0, atol=2e-5)
+    assert np.abs(second.reference_log_p - second.engine_log_p).max() > 1e-3
+    lines = metrics(run)
+    assert lines[0]["kl"] < 1e-9 < 1e-4 < lines[1]["kl"]
+
+
 def test_completions_are_drawn_with_the_weights_before_the_generation_before(options, mesh, tmp_path):
     """With --async_rollouts, generations 0 and 1 have the policy of the model, generation 2 that after step 1."""
     changed: dict[str, Any] = {"lr": 0.02, "lr_warmup_fraction": 0.0, "save_steps": 1}
