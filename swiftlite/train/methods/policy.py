@@ -378,8 +378,10 @@ def _maxima(values: Mapping[str, torch.Tensor], clipped: Sequence[torch.Tensor],
     """
     has_tokens_N, has_label_BS = tokens.sums(tokens.is_target_BS) > 0, tokens.is_target_BS > 0
     low_N, high_N = (tokens.sums(is_clipped_BS.float()) / tokens.lengths_N for is_clipped_BS in clipped)
-    of_completions = [each_N[has_tokens_N] for each_N in (-low_N, high_N)]
     weight_BS = values["weight"]
-    of_tokens = [each_BS[has_label_BS] for each_BS in (values["difference"], -weight_BS, weight_BS)]
+    counted = [(has_tokens_N, -low_N), (has_tokens_N, high_N), (has_label_BS, values["difference"])]
+    counted += [(has_label_BS, -weight_BS), (has_label_BS, weight_BS)]
     none = weight_BS.new_full((1,), -torch.inf)
-    return torch.stack([torch.cat([each, none]).max() for each in (*of_completions, *of_tokens)]).double()
+    # Not by a mask as an index, for whose size the host would wait.
+    of_each = [torch.cat([torch.where(mask, value, -torch.inf).flatten(), none]).max() for mask, value in counted]
+    return torch.stack(of_each).double()
