@@ -25,6 +25,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, RecomputeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.families import index
+from swiftlite.families.reward_model import is_reward_model
 from swiftlite.model.attention.mla import HeldIndexer
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
@@ -171,7 +172,7 @@ def _parts(moment: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) -> tuple[int, int]:
-    """Return the bytes of activations and of logits of one forward pass.
+    """Return the bytes of activations and of logits of one forward pass, which for a reward model computes scores.
 
     They are the tensors that autograd saves, and the tensors that functions for recomputation hold.
     """
@@ -192,17 +193,18 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
     if model.mtp_loss != "ce":  # the trunk has no prediction after the row
         for depth, labels_BS in enumerate(labels, start=1):
             labels_BS[:, -depth:] = IGNORE_INDEX
+    inputs, target = ModelInputs(tokens_BS, position_ids_BS, mtp_input_ids=ahead), Target(tokens_BS, mtp_labels=labels)
+    given = (inputs,) if is_reward_model(hf_config) else (inputs, target)
     if tokens_BS.is_cuda:  # compiles kernels, and the compiler keeps tensors
-        model(ModelInputs(tokens_BS, position_ids_BS, mtp_input_ids=ahead), Target(tokens_BS, mtp_labels=labels))
+        model(*given)
     before = {id(tensor) for tensor in _tensors_alive()}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses = model(
-            ModelInputs(tokens_BS, position_ids_BS, mtp_input_ids=ahead), Target(tokens_BS, mtp_labels=labels)
-        )
-    assert isinstance(losses, Losses)
+        found = model(*given)
     own |= {tensor.untyped_storage().data_ptr() for tensor in _copies_of_weights(model)}
     kept = {address: tensor for address, tensor in kept.items() if address not in own}
-    results = {id(tensor) for loss in (losses.main, *losses.mtp) for tensor in vars(loss).values()}
+    results = {id(found)}
+    if isinstance(found, Losses):
+        results = {id(tensor) for loss in (found.main, *found.mtp) for tensor in vars(loss).values()}
     # Sequence parallelism gathers into one buffer, which is reused.
     own |= {buffer.untyped_storage().data_ptr() for buffer in parallel_state.get_global_memory_buffer().buffer.values()}
     for tensor in _tensors_alive():

@@ -347,8 +347,8 @@ class PlanArgs:
     plan: bool = False
     """Instead of validating --model, estimate the memory of training it on each rank, and whether it fits. All options
     of megatron sft apply. An option of another training command plans that command: --loss_type of megatron dpo,
-    --max_completion_length of grpo, --teacher_model without it of gkd. Without --model: which sizes of Qwen3 fit on one
-    GPU, for several kinds of runs."""
+    --max_completion_length of grpo, --teacher_model without it of gkd, --center_rewards_coefficient of rm. Without
+    --model: which sizes of Qwen3 fit on one GPU, for several kinds of runs."""
     num_gpus: PositiveInt | None = None
     """With --plan: number of GPUs. Default: the minimum of the layout."""
     gpu_type: str | None = None

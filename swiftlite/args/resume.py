@@ -50,6 +50,7 @@ CHANGEABLE = {
     "infer_backend",
     "log_completions",
     "max_batch_size",
+    "reward_server",
     "reward_timeout",
     "rollouts_total_limit",
     "tool_timeout",

@@ -50,6 +50,13 @@ class PolicyArgs:
     the reverse KL divergence. Default of TRL."""
     ref_model: str | None = None
     """With --beta: reference model, a Hugging Face model as for --model. Default: --model before the first step."""
+    sync_ref_model: bool = False
+    """With --beta: move the reference model towards the model every --ref_model_sync_steps steps (TR-DPO, TRL)."""
+    ref_model_mixup_alpha: bounds.Fraction = 0.6
+    """With --sync_ref_model: share A of the model in the new weights, A * model + (1 - A) * reference. Default of
+    TRL."""
+    ref_model_sync_steps: bounds.PositiveInt = 512
+    """With --sync_ref_model: number of steps after which the reference model is moved. Default of TRL."""
     teacher_model: str | None = None
     """Teacher, a Hugging Face model as for --model, with the same tokenizer: its probability of each sampled token is
     part of the advantage (on-policy distillation). It has the layout of --model. --reward_funcs is then optional."""
@@ -74,10 +81,13 @@ class RewardArgs:
     """Reward functions: names of the library (accuracy, format, length, json_schema, code) or of functions in
     --external_plugins. The rewards of a completion are added."""
     reward_weights: list[float] = field(default_factory=list)
-    """Weight of each reward function, then of each reward model. Default: 1."""
+    """Weight of each reward function, then of each reward model, then of each reward server. Default: 1."""
     reward_model: list[str] = field(default_factory=list)
     """Directories of reward models, from megatron rm or other classifiers with one label in transformers' format: their
     scores are added to the rewards. Each has its own tokenizer and chat template."""
+    reward_server: list[str] = field(default_factory=list)
+    """Addresses of servers with a reward model, such as http://a:8001 of vllm serve REWARD_MODEL: their scores are
+    added to the rewards. The API key is read from VLLM_API_KEY."""
     external_plugins: list[str] = field(default_factory=list)
     """Python files with reward functions, which run in a child process."""
     reward_timeout: bounds.PositiveFloat = 60.0

@@ -3,6 +3,7 @@
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.methods.method import Lines, Method
+from swiftlite.rewards.settings import reward_names_of
 
 
 def describe(args: GrpoArgs) -> Lines:
@@ -14,7 +15,7 @@ def describe(args: GrpoArgs) -> Lines:
     ]
     if args.rollouts_from:
         lines[1:] = [("completions", f"stored in {args.rollouts_from}")]
-    elif rewards := [*args.reward_funcs, *args.reward_model]:
+    elif rewards := [*args.reward_funcs, *args.reward_model, *args.reward_server]:
         lines.insert(1, ("rewards", " + ".join(rewards)))
     if args.tools or args.rollout_func:
         lines.append(("conversations", f"{args.tools or args.rollout_func}, at most {args.max_turns} answers"))
@@ -46,10 +47,11 @@ def evaluated(args: GrpoArgs) -> list[str]:
     names = [f"completions/{each}_length" for each in ("mean", "min", "max")]
     names += [f"completions/{each}_terminated_length" for each in ("mean", "min", "max")]
     names.append("completions/clipped_ratio")
-    if args.reward_funcs:
+    rewards = reward_names_of(args)
+    if rewards:
         names = ["reward", "reward_std", "rewards/failures", "rewards/unscored", *names]
-    for function in args.reward_funcs:
-        names += [f"rewards/{function}/mean", f"rewards/{function}/std"]
+    for reward in rewards:
+        names += [f"rewards/{reward}/mean", f"rewards/{reward}/std"]
     if args.teacher_model:
         names.append("teacher_kl")
     return names

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from swiftlite.args.commands import GrpoArgs, SftArgs
 from swiftlite.args.rl_fields import ImportanceSamplingLevel, MismatchMode, PolicyLoss
+from swiftlite.base.lora import Lora
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,8 @@ def policy_of(args: SftArgs) -> Policy:
         mismatch_threshold=args.rollout_importance_sampling_threshold,
         max_completion_length=args.max_completion_length,
     )
+
+
+def is_base_of_adapters(args: GrpoArgs, lora: Lora | None) -> bool:
+    """Return whether the reference is the trained model without its adapters, so that no second model is loaded."""
+    return args.ref_model is None and lora is not None and not lora.saved and not args.moe_router_bias_update_rate

@@ -66,13 +66,15 @@ class RewardInfo:
     """The description of a reward function, as JSON can represent it.
 
     Attributes:
-        source: file that defines the function, empty for a function of `rewards/index.py`.
+        source: file that defines the function, empty for a function of `rewards/index.py`; directory of a reward model,
+            or what its server says that it serves.
         is_async: whether the function is a coroutine function.
         named: names of the arguments in the signature.
         takes_all: whether the function also accepts every other name.
         columns: groups of columns of the dataset. The function requires at least one column of each group.
         seconds: time limit of each completion that the function enforces itself; 0 if it has none.
         takes_messages: whether a completion is passed as a list with one message instead of a text.
+        option: the option that names the function.
     """
 
     name: str
@@ -83,6 +85,7 @@ class RewardInfo:
     columns: Sequence[Sequence[str]]
     seconds: float = 0.0
     takes_messages: bool = False
+    option: str = "--reward_funcs"
 
     def time_limit(self, timeout: float, num_completions: int) -> float:
         """Return the seconds of a call. If the function limits each completion, the last ones have theirs, too."""
@@ -112,18 +115,24 @@ def load_rewards(
     Raises:
         UserError: a name is unknown or given twice, a file cannot be imported, or a function cannot be used.
     """
-    num_functions = len(names) - len(settings.reward_models)
+    num_functions = len(names) - len(settings.reward_models) - len(settings.reward_servers)
     sources = list(map(read_plugin, plugins)) if sources is None else sources
     modules = list(map(import_plugin, plugins, sources))
     rewards = []
     for position, name in enumerate(names):
         if name in names[:position]:
             raise UserError(f"--reward_funcs {name} is given twice", "name each function once", exit_code=2)
+        if position >= len(names) - len(settings.reward_servers):
+            from swiftlite.rewards.server import open_server  # imports aiohttp
+
+            function, identity = open_server(settings, settings.reward_servers[position - len(names)])
+            rewards.append(describe(name, function, identity, option="--reward_server"))
+            continue
         if position >= num_functions:
             from swiftlite.rewards.classifier import load_model  # imports torch and transformers
 
             directory = settings.reward_models[position - num_functions]
-            rewards.append(describe(name, load_model(settings, directory), directory))
+            rewards.append(describe(name, load_model(settings, directory), directory, option="--reward_model"))
             continue
         found = [(path, module) for path, module in zip(plugins, modules, strict=True) if name in _functions(module)]
         if len(found) > 1:
@@ -250,6 +259,7 @@ def describe(
         takes_all=takes_all,
         columns=(tuple(optional),) if optional else tuple(columns),
         takes_messages=any(item.name == "completions" and _is_list_of_lists(item.annotation) for item in parameters),
+        option=option,
     )
     return LoadedReward(info, function)
 

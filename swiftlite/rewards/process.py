@@ -72,7 +72,7 @@ class RewardProcess:
     this thread to the child as the end of the parent.
 
     Args:
-        names: names of functions and then of reward models, in the order of the results.
+        names: names of functions, then of reward models and of servers, in the order of the results.
         plugins: the user's files (`--external_plugins`).
         settings: the time limit of a call, the settings of named functions, and the directories of reward models.
 
@@ -97,11 +97,14 @@ class RewardProcess:
     @property
     def identity(self) -> dict[str, Any]:
         """Names, settings and digests of files and models that scores depend on, as JSON values. The modules that the
-        files import are not included."""
+        files import are not included. The models of servers are known when the context is entered."""
         files = [hashlib.sha256(source).hexdigest() for source in self._sources]
         settings = asdict(self.settings)
-        del settings["timeout"], settings["reward_models"], settings["trust_remote_code"]
-        models = {"models": self._models} if self._models else {}  # absent in generations of earlier releases
+        for name in ("timeout", "reward_models", "reward_servers", "trust_remote_code"):
+            del settings[name]
+        served = [reward.source for reward in self.rewards if reward.option == "--reward_server"]
+        models = [*self._models, *served]
+        models = {"models": models} if models else {}  # absent in generations of earlier releases
         return {"names": list(self.names), "files": files, **settings, **models}
 
     @cached_property
@@ -273,9 +276,11 @@ class RewardProcess:
         for reward, failures in zip(self.rewards, self._last_failures, strict=True):
             if len(failures) == FAILURES_TO_END:
                 last = failures[-1]
-                problem = f"--reward_funcs {reward.name}: failed in {FAILURES_TO_END} calls in a row. The last call"
+                problem = f"{reward.option} {reward.name}: failed in {FAILURES_TO_END} calls in a row. The last call"
                 problem += f" {last.reason}{indented(last.traceback)}"
                 where = f"fix the function in {reward.source}" if reward.source else "check the rows of --dataset"
+                if reward.option != "--reward_funcs":
+                    where = f"check {reward.source}"
                 raise UserError(problem, f"{where}, and run the same command with --resume")
 
 

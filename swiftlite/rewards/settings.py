@@ -22,6 +22,7 @@ class RewardSettings:
         code_timeout: seconds that the tests of one completion may take, for `code`.
         answer_timeout: seconds that the comparison of one answer may take, for `accuracy` and `json_schema`.
         reward_models: directories of reward models, which follow the functions.
+        reward_servers: addresses of servers with a reward model, which follow the reward models.
         trust_remote_code: whether Python files in these directories may be executed.
     """
 
@@ -32,6 +33,7 @@ class RewardSettings:
     code_timeout: float = 5.0
     answer_timeout: float = 5.0
     reward_models: Sequence[str] = ()
+    reward_servers: Sequence[str] = ()
     trust_remote_code: bool = False
 
 
@@ -43,16 +45,21 @@ def reward_settings_of(args: "GrpoArgs") -> RewardSettings:
         soft_cache_length=args.soft_cache_length,
         allow_code=args.allow_code_rewards,
         reward_models=tuple(args.reward_model),
+        reward_servers=tuple(args.reward_server),
         trust_remote_code=args.trust_remote_code,
     )
 
 
 def reward_names_of(args: "GrpoArgs") -> list[str]:
-    """Return the names of the reward functions and then of the reward models, which are the last parts of their
-    directories."""
-    return [*args.reward_funcs, *map(name_of, args.reward_model)]
+    """Return the names of the reward functions, then of the reward models, then of the servers."""
+    return [*args.reward_funcs, *map(name_of, args.reward_model), *map(name_of_server, args.reward_server)]
 
 
 def name_of(reward_model: str) -> str:
     """Return the name of a reward model in metrics: the last part of its directory."""
     return Path(reward_model).expanduser().absolute().name
+
+
+def name_of_server(url: str) -> str:
+    """Return the name of the reward model of a server in metrics: HOST:PORT, and a path if there is one."""
+    return url.partition("://")[2].rstrip("/")

@@ -1,20 +1,31 @@
-"""Compute log-probabilities of completions under the frozen models of `megatron grpo`: reference model and teacher."""
+"""Compute log-probabilities of completions under the frozen models of `megatron grpo`: reference model and teacher.
 
-from collections.abc import Sequence
+With `--sync_ref_model`, the reference model is moved towards the policy between two steps, as TRL's
+SyncRefModelCallback does; checkpoints contain its weights.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.data.sample import Sample
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.layers.lora import without_adapters
 from swiftlite.plan.distillation import teacher_layout
+from swiftlite.plan.policy import is_base_of_adapters
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.checkpoint.checkpointer import REFERENCE, load_checkpoint
 from swiftlite.train.methods.frozen import open_frozen
 from swiftlite.train.phases import Run
+from swiftlite.train.trainer import whole_parameters
 
 
 @dataclass(frozen=True)
@@ -25,16 +36,31 @@ class FrozenPolicy:
         name: the model as the options name it, which is stored with the log-probabilities.
         chunks: its stages on this rank.
         mesh: its ranks and layout.
+        opened: returns a context in which `chunks` are the frozen model.
     """
 
     name: str
     chunks: Sequence[GPTModel]
     mesh: Mesh
     batches: Batches
+    opened: Callable[[], AbstractContextManager] = nullcontext
+
+    @torch.no_grad()
+    def mix(self, policy: Sequence[torch.nn.Module], alpha: float) -> None:
+        """Set the weights to `alpha` times those of the policy plus 1 - `alpha` times the own ones.
+
+        Args:
+            policy: its chunks on this rank; their further parameters, such as heads, are ignored.
+        """
+        for chunk, theirs in zip(self.chunks, policy, strict=True):
+            current = dict(theirs.named_parameters())
+            for name, parameter in chunk.named_parameters():
+                parameter.mul_(1 - alpha).add_(current[name], alpha=alpha)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the log-probabilities of all tokens of completions, one completion after another. Collective."""
-        return np.concatenate(token_log_probabilities(self.chunks, self.mesh, self.batches, samples))
+        with self.opened():
+            return np.concatenate(token_log_probabilities(self.chunks, self.mesh, self.batches, samples))
 
 
 def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
@@ -45,13 +71,49 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
     """
     batches = replace(run.batches, plan=replace(run.plan, heads=Heads()))
     policies = {}
-    if args.beta:
+    if args.beta and is_base_of_adapters(args, run.plan.lora):
+        policies["reference"] = base_of_adapters(run)
+    elif args.beta:
         model, flag = run.ref_model or run.hf_model, "--ref_model" if run.ref_model else "--model"
         opened = open_frozen(run, model, run.mesh.layout, flag)
-        policies["reference"] = FrozenPolicy(args.ref_model or args.model, *opened, batches)
+        reference = FrozenPolicy(args.ref_model or args.model, *opened, batches)
+        if args.sync_ref_model:
+            _check_same_parameters(reference.chunks, run.train_state.chunks, flag)
+            if run.checkpoint:
+                load_checkpoint(run.checkpoint, reference.mesh, reference.chunks, is_verified=True, prefix=REFERENCE)
+        policies["reference"] = reference
     if args.teacher_model:
         assert run.teacher_model is not None
         layout = teacher_layout(args, run.teacher_model.family.architecture(run.teacher_model.config))
         opened = open_frozen(run, run.teacher_model, layout, "--teacher_model")
         policies["teacher"] = FrozenPolicy(args.teacher_model, *opened, batches)
     return policies
+
+
+def base_of_adapters(run: Run) -> FrozenPolicy:
+    """Return the trained model without its adapters, which are all that is trained of its trunk."""
+    state = run.train_state
+
+    @contextmanager
+    def opened() -> Iterator[None]:
+        with whole_parameters(state.wrapped), without_adapters(state.chunks):
+            yield
+
+    return FrozenPolicy(run.args.model, state.chunks, run.mesh, run.batches, opened)
+
+
+def _check_same_parameters(reference: Sequence[torch.nn.Module], policy: Sequence[torch.nn.Module], flag: str) -> None:
+    """Check that the policy has each parameter of the reference model.
+
+    Args:
+        flag: the option that names the reference model, for errors.
+
+    Raises:
+        UserError: the models differ.
+    """
+    for chunk, theirs in zip(reference, policy, strict=True):
+        shapes = {name: parameter.shape for name, parameter in theirs.named_parameters()}
+        for name, parameter in chunk.named_parameters():
+            if shapes.get(name) != parameter.shape:
+                problem = f"--sync_ref_model: {flag} has other parameters than --model, such as {name}"
+                raise UserError(problem, "use a reference model of the same architecture and size")

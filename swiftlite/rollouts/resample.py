@@ -63,15 +63,16 @@ class Resampling:
             generation = replace(generation, settings=further.settings)
         num_failures = sum(each.figures["rewards/failures"] for each in rounds)
         generation = self.drawing.rated(generation, int(num_failures))
-        seconds = sum(each.is_generated.sum() / each.figures["rollout/tokens_per_second"] for each in rounds)
-        num_tokens = sum(each.is_generated.sum() for each in rounds)
+        answered = [each for each in rounds if each.is_generated.any()]  # the others have a speed of 0
+        seconds = sum(each.is_generated.sum() / each.figures["rollout/tokens_per_second"] for each in answered)
+        num_tokens = sum(each.is_generated.sum() for each in answered)
         figures = {
             **generation.figures,
             **_of_conversations(rounds),
             **completion_figures(
                 generation.generated_lengths, generation.is_truncated, engine.draft_counts().since(before)
             ),
-            "rollout/tokens_per_second": num_tokens / seconds,
+            "rollout/tokens_per_second": num_tokens / seconds if answered else 0.0,
             **server_figures(engine),
             "rollout/replaced_groups": float(num_replaced),
             "rollout/further_prompts": float(sum(len(each) for each in rounds[1:]) // size),

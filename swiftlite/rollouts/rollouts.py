@@ -177,6 +177,18 @@ class Rollouts:
         on_first_rank(self._keep_ahead)
         return {}
 
+    def follow(self, step: int) -> None:
+        """Move the reference model towards the policy, at the steps of --sync_ref_model; collective.
+
+        Args:
+            step: number of completed steps.
+        """
+        args = self.args
+        if args.sync_ref_model and step % args.ref_model_sync_steps == 0:
+            state = self.run.train_state
+            with whole_parameters(state.wrapped):
+                self.frozen["reference"].mix(state.chunks, args.ref_model_mixup_alpha)
+
     def close(self) -> None:
         """End the engine and the process of the reward functions."""
         self.resources.close()
@@ -287,10 +299,15 @@ class Rollouts:
     def _with_frozen(self, number: int, generation: Generation) -> Generation:
         """Add the log-probabilities under the frozen models, unless the generation has them. Collective."""
         for name, policy in self.frozen.items():
-            if generation.settings.get(name) != policy.name:
+            identity, is_moved = policy.name, False
+            if name == "reference" and self.args.sync_ref_model:
+                times = number * self.files.steps // self.args.ref_model_sync_steps
+                identity, is_moved = f"{identity}, moved {times} times", times > 0
+            is_of_another_run = self.files.reads_only and is_moved  # whose reference model followed another policy
+            if generation.settings.get(name) != identity or is_of_another_run:
                 log_p = generation.per_token(policy.log_probabilities(self._samples_of(number, generation)))
                 changed: dict[str, Any] = {f"{name}_log_p": log_p}
-                generation = replace(generation, **changed, settings={**generation.settings, name: policy.name})
+                generation = replace(generation, **changed, settings={**generation.settings, name: identity})
         return generation
 
     @property

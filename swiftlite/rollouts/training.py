@@ -170,6 +170,7 @@ def open_rollouts(run: Run) -> TrainBatches:
             resources=stack.pop_all(),
         )
     evaluate = rollouts.evaluate if rollouts.held_out else None
+    reference = rollouts.frozen["reference"].chunks if args.sync_ref_model else ()
     return TrainBatches(
         rollouts.train,
         get_state=rollouts.state,
@@ -177,6 +178,8 @@ def open_rollouts(run: Run) -> TrainBatches:
         evaluate=evaluate,
         release=rollouts.close,
         table=rollouts.table,
+        after_step=rollouts.follow,
+        reference=reference,
     )
 
 

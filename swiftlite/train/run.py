@@ -7,7 +7,7 @@ steps.
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import HeldOut
@@ -329,7 +330,9 @@ def check_same_base(args: SftArgs, hf_model: HfModel, checkpoint: Path | None) -
         )
 
 
-def make_checkpointer(run: phases.Run, state: CheckpointState, copies: Copies | None) -> Checkpointer:
+def make_checkpointer(
+    run: phases.Run, state: CheckpointState, copies: Copies | None, reference: Sequence[MegatronModule]
+) -> Checkpointer:
     """Return the checkpointer of a restored run."""
     args = run.args
     return Checkpointer(
@@ -341,6 +344,7 @@ def make_checkpointer(run: phases.Run, state: CheckpointState, copies: Copies | 
         keep=args.save_total_limit,
         is_async=args.async_save,
         copies=copies,
+        reference=reference,
     )
 
 
@@ -360,7 +364,7 @@ def make_trainer(
     batches = open_train_batches(run, state)
     wait_for_ranks("opening the rows")  # a resumed stream skips those that it has read
     evaluates_rows = method_of(args).evaluates_rows
-    checkpointer = make_checkpointer(run, state, copies)
+    checkpointer = make_checkpointer(run, state, copies, batches.reference)
     checkpointer.clean_up()
     metric_loggers = []
     if run.is_first_rank:
@@ -368,7 +372,12 @@ def make_trainer(
         metric_loggers = open_metric_loggers(
             run.output_dir, state.step, run.schedule.steps, args.report_to, config, resumes=args.resume
         )
-    hand_out = phases.hand_out_weights(run, after_step) if after_step else None
+    hand_out = phases.hand_out_weights(run, after_step) if after_step else lambda step: None
+
+    def after(step: int) -> None:
+        batches.after_step(step)
+        hand_out(step)
+
     return Trainer(
         mesh=run.mesh,
         model=train_state.wrapped,
@@ -394,7 +403,7 @@ def make_trainer(
         evaluate_more=batches.evaluate,
         table=batches.table,
         release=batches.release,
-        after_step=hand_out,
+        after_step=after,
         seed=args.seed,
         profiler=make_profiler(
             group_of(args, ProfilingArgs), run.output_dir, dist.get_rank(), is_cuda=run.mesh.device.is_cuda

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
-from swiftlite.args.commands import DoctorArgs, DpoArgs, GkdArgs, GrpoArgs, PtArgs, SftArgs
+from swiftlite.args.commands import DoctorArgs, DpoArgs, GkdArgs, GrpoArgs, PtArgs, RmArgs, SftArgs
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.cli import doctor
 from tests.messages import mention_each, mentions, naming
@@ -266,6 +266,7 @@ def test_settings_without_effect_are_noted(model, options, notes):
         ("--model m --append_eos false", PtArgs),
         ("--model m --loss_type kto", DpoArgs),
         ("--model m --ref_model r", DpoArgs),
+        ("--model m --center_rewards_coefficient 0", RmArgs),
         ("--model m --max_completion_length 64", GrpoArgs),
         ("--model m --max-completion-length=64 --teacher_model t", GrpoArgs),
         ("--model m --reward_funcs format", GrpoArgs),

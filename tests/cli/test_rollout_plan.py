@@ -31,6 +31,9 @@ def test_the_engine_is_added_to_the_trainer(capsys, model):  # noqa: F811
     assert total == pytest.approx(trainer + engine + cache, abs=0.03)
     _, with_reference = plan(capsys, model=model, gpu_memory_gb=400.0, beta=0.1, **ROLLOUTS)
     assert float(with_reference[start + 1].split()[1]) > 0
+    _, lines = plan(capsys, model=model, gpu_memory_gb=400.0, beta=0.1, tuner_type="lora", **ROLLOUTS)
+    (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
+    assert float(lines[start + 1].split()[1]) == 0
     _, lines = plan(capsys, model=model, gpu_memory_gb=400.0, teacher_model=model, **ROLLOUTS)
     (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
     sizes = [float(size) for size in lines[start + 1].split()]

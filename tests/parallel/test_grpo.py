@@ -23,7 +23,8 @@ from tests.train.prepared import prepare
 pytestmark = pytest.mark.gloo
 
 STEPS = 2
-# By what is trained (a family and options): the layouts that must have the numbers of one process.
+# By what is trained (a family and options): the layouts that must have the numbers of one process. Completions have
+# tokens of tools, except those "without tools".
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo": ("qwen3", {"beta": 0.1, "teacher_kl_coef": 0.5, "entropy_coef": 0.1}),
     "bnpo": ("qwen3", {"loss_type": "bnpo", "entropy_coef": 0.1}),
@@ -33,7 +34,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"teacher_kl_coef": 1.0},
     ),
     "experts": ("qwen3_moe", {"loss_type": "dr_grpo", "temperature": 0.7, "teacher_kl_coef": 0.5}),
-    "tools": ("qwen3", {"loss_type": "grpo", "beta": 0.1, "teacher_kl_coef": 0.5}),
+    "without tools": ("qwen3", {"loss_type": "grpo", "beta": 0.1, "teacher_kl_coef": 0.5}),
     "lora": ("qwen3", {"tuner_type": "lora", "lora_rank": 4, "lr": 1e-2}),
 }
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -51,8 +52,8 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("bnpo", "DP2"): {},
     ("experts", "EP2"): {"expert_model_parallel_size": 2},
     ("lora", "TP2"): TP2,
-    ("tools", "DP2"): {},
-    ("tools", "TP2"): TP2,
+    ("without tools", "DP2"): {},
+    ("without tools", "TP2"): TP2,
 }
 # Float32 sums in another order; the log-probabilities of completions are sums of about 10 numbers near 5.
 TOLERANCE: dict[str, Any] = {"rel": 1e-3, "abs": 2e-4}
@@ -79,11 +80,11 @@ def store_all(jobs: list[GrpoArgs], ports: list[int]) -> None:
         with phases.open_session(args, resolve(args.model)) as mesh:
             for number in range(STEPS):
                 directory = Path(args.rollouts_from or "")
-                store(args, mesh, directory, number, has_tools=directory.name.endswith("tools"))
+                store(args, mesh, directory, number, has_tools="without" not in directory.name)
 
 
-# CI runs stages, packed parts of sequences, and tokens of tools. All others are in the slow tier.
-CI = [("dapo", "PP2xVPP2"), ("sequence", "CP2, packed"), ("tools", "TP2")]
+# CI runs stages, packed parts of sequences, and completions without tools. All others are in the slow tier.
+CI = [("dapo", "PP2xVPP2"), ("sequence", "CP2, packed"), ("without tools", "TP2")]
 CHOSEN = {name: LAYOUTS[name] for name in CI}
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.base.heads import Heads
+from swiftlite.families.reward_model import as_reward_model
 from swiftlite.model.attention import rope, self_attention
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
@@ -78,6 +79,8 @@ def dense_cases() -> Iterator[Case]:
     yield config("olmo2"), Setup(**ONE_HEAD, parameter_bytes=4)
     yield config("exaone4", sliding_window=16, sliding_window_pattern=2), Setup(**ONE_HEAD)
     yield config("qwen3"), Setup(**ONE_HEAD, mtp_mode="heads_only")
+    for size in (2, 4):
+        yield as_reward_model(config("qwen3")), Setup(**ROWS, parameter_bytes=size)
     for recompute in (
         RecomputeArgs("full", "uniform", 1),
         RecomputeArgs("full", "uniform", 2),

@@ -161,6 +161,7 @@ def test_log_probabilities_are_those_of_transformers(options, mesh, hf_dir, temp
     [
         pytest.param({"steps_per_generation": 2, "num_iterations": 2}, 2, marks=pytest.mark.slow),
         (DYNAMIC, 1),
+        ({"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_iterations": 2, "lr": 0.01}, 1),
         ({"async_rollouts": 1, "lr": 0.01}, 2),
         pytest.param({"async_rollouts": 1, "steps_per_generation": 2, "num_iterations": 2}, 2, marks=pytest.mark.slow),
         pytest.param({"eval_steps": 1}, 2, marks=pytest.mark.slow),
@@ -188,6 +189,17 @@ def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_p
     assert metrics(resumed) == metrics(whole)
     expected, found = weights(whole, mesh), weights(resumed, mesh)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_with_adapters_the_reference_is_the_policy_without_them(options, hf_dir, mesh):
+    changed: dict[str, Any] = {"lr": 0.05, "lr_warmup_fraction": 0.0, "train_iters": 2, "beta": 0.1}
+    run = train(options(tuner_type="lora", lora_rank=4, use_dora=True, **changed), mesh)
+    first, second = (Generation.load(run / "rollouts" / f"{number:06d}.safetensors") for number in range(2))
+    for generation in (first, second):
+        np.testing.assert_allclose(generation.reference_log_p, hf_log_p(hf_dir, generation), rtol=0, atol=2e-5)
+    assert np.abs(second.reference_log_p - second.engine_log_p).max() > 1e-3
+    lines = metrics(run)
+    assert lines[0]["kl"] < 1e-9 < 1e-4 < lines[1]["kl"]
 
 
 def test_completions_are_drawn_with_the_weights_before_the_generation_before(options, mesh, tmp_path):
@@ -448,6 +460,10 @@ def test_named_rewards_are_checked_with_the_options_of_the_run(options):
         ({"packing": True}, "--packing --padding_free"),
         ({"loss_type": "cispo"}, "--epsilon_high"),
         ({"delta": 1.1}, "--delta"),
+        ({"sync_ref_model": True}, "--sync_ref_model --beta 0"),
+        ({"sync_ref_model": True, "beta": 0.1, "tuner_type": "lora"}, "--sync_ref_model --tuner_type lora"),
+        ({"reward_server": ["a:8001"], "reward_weights": []}, "--reward_server a:8001 http://HOST:PORT"),
+        ({"reward_server": ["http://a:1"] * 2, "reward_weights": []}, "--reward_server http://a:1"),
         ({"mtp_mode": "heads_only"}, "--mtp_mode heads_only"),
         ({"mtp_loss": "ce"}, "--mtp_loss kl"),
         ({"mtp_num_layers": 2}, "--mtp_num_layers"),

@@ -33,6 +33,10 @@ async def talk(messages, generate, answer):
     messages = [*messages, await generate(messages, max_tokens=4), {"role": "user", "content": answer}]
     assert answer != "4"
     return [*messages, await generate(messages)]
+
+
+async def fail(messages, generate):
+    raise RuntimeError("no answer")
 """
 
 
@@ -167,6 +171,13 @@ def test_a_resumed_run_equals_the_unbroken_one(options, mesh, tmp_path):
     again = options(output_dir=str(tmp_path / "again"), rollouts_from=str(whole / "rollouts"), train_iters=3)
     for found, expected in zip(metrics(train(again, mesh)), metrics(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_a_generation_without_conversations_has_finite_metrics(options, mesh):
+    args = options(rollout_func="fail", dynamic_sample=True, max_resample_times=1, train_iters=1)
+    (line,) = metrics(train(args, mesh))
+    assert line["rollout/failures"] >= args.global_batch_size
+    assert line["loss"] == 0
 
 
 def test_other_code_draws_a_generation_again(options, mesh, tmp_path):

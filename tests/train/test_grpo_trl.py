@@ -8,11 +8,27 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from swiftlite import rules
 from swiftlite.args.commands import GrpoArgs
+from swiftlite.base.errors import OptionError, UserError
+from swiftlite.base.heads import Heads
+from swiftlite.families.resolved import resolve
+from swiftlite.model.open import open_model
 from swiftlite.rollouts.generation import Generation
+from swiftlite.train.checkpoint.checkpointer import REFERENCE, load_checkpoint
+from tests.messages import naming
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
-from tests.train.completions import NUM_GENERATIONS, first_step, hf_log_p, make_teacher, policy_options, store
+from tests.train.completions import (
+    NUM_GENERATIONS,
+    first_step,
+    hf_log_p,
+    make_teacher,
+    metrics,
+    policy_options,
+    store,
+    train,
+)
 from tests.train.pairs import open_hf
 
 trl: Any = pytest.importorskip("trl")
@@ -157,12 +173,12 @@ def their_step(
         losses.append(trainer._compute_loss(hf_model, part))
         losses[-1].backward()
     loss = torch.stack(losses).sum()
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if len(values) == 1}
+    found = {name: values[-1] for name, values in trainer._metrics["train"].items() if len(values) == 1}
     if teacher_kl is not None:
-        metrics["teacher_kl"] = teacher_kl
+        found["teacher_kl"] = teacher_kl
         if args.importance_sampling_level == "sequence":  # TRL counts tokens if advantages are those of tokens
-            metrics = {name: value for name, value in metrics.items() if "clip_ratio" not in name}
-    return float(loss.detach()), metrics, hf_model
+            found = {name: value for name, value in found.items() if "clip_ratio" not in name}
+    return float(loss.detach()), found, hf_model
 
 
 CASES = [(name, False) for name in LOSSES] + [("dapo, GSPO", True), ("grpo", True)]
@@ -180,17 +196,61 @@ def test_a_step_is_trls(model, teacher, mesh, tmp_path, name, padding_free):
     generation = store(args, mesh, tmp_path / "rollouts", has_tools="tools" in name)
     assert generation.is_generated.all() == ("tools" not in name)
     ours, gradients = first_step(args, mesh)
-    loss, metrics, hf_model = their_step(model, tmp_path / "trl", args, generation)
+    loss, their_metrics, hf_model = their_step(model, tmp_path / "trl", args, generation)
     # Sums of float32 in another order.
     assert ours["loss"] == pytest.approx(loss, rel=2e-5, abs=2e-6)
-    clipped = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+    clipped = [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
+    if args.loss_type == "bnpo":  # TRL's extremes are means over micro-batches
+        clipped = [name for name in clipped if name.endswith("mean")]
+    clipped.append("cispo_clip_ratio")
     for each in ("entropy", "kl", "teacher_kl", *clipped):
-        if each in metrics:
-            assert ours[each] == pytest.approx(metrics[each], rel=2e-5, abs=1e-6), each
+        if each in their_metrics:
+            assert ours[each] == pytest.approx(their_metrics[each], rel=2e-5, abs=1e-6), each
     if not args.overlong_filter:
-        difference = np.nanmean(np.abs(generation.old_log_p - generation.engine_log_p))  # NaN: tokens of tools
-        assert ours["sampling/sampling_logp_difference/mean"] == pytest.approx(difference, rel=1e-6)
+        difference = np.abs(generation.old_log_p - generation.engine_log_p)  # NaN: tokens of tools
+        assert ours["sampling/sampling_logp_difference/mean"] == pytest.approx(np.nanmean(difference), rel=1e-6)
+        assert ours["sampling/sampling_logp_difference/max"] == np.nanmax(difference)
+    if args.rollout_importance_sampling_mode != "none":
+        weights = mismatch(generation, args)
+        if weights.shape[1] > 1:
+            weights = weights[of_completions(generation.is_generated, generation.completion_lengths) > 0]
+        extremes = [ours[f"sampling/importance_sampling_ratio/{each}"] for each in ("min", "max")]
+        assert extremes == pytest.approx([float(weights.min()), float(weights.max())], rel=1e-6)
     assert any(ours.get(each) for each in ("clip_ratio/region_mean", "cispo_clip_ratio")) or args.loss_type == "sapo"
     for each, parameter in hf_model.named_parameters():
         largest = float(parameter.grad.abs().max())
         torch.testing.assert_close(gradients[each], parameter.grad, rtol=0, atol=2e-5 * largest, msg=each)
+
+
+def test_the_reference_model_follows_as_in_trl(model, teacher, mesh, tmp_path):
+    """It is moved after steps 2 and 4, and used by the step after."""
+    options = policy_options(model, tmp_path)
+    changed: dict[str, Any] = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2, "train_iters": 5}
+    changed |= {"lr": 0.01, "save_steps": 1, "rollouts_from": str(tmp_path / "rollouts"), "lr_warmup_fraction": 0.0}
+    args = options(**changed, ref_model_mixup_alpha=0.3)
+    for number in range(5):
+        store(args, mesh, tmp_path / "rollouts", number)
+    run = train(args, mesh)
+
+    def chunks_of(step: int, prefix: str = "") -> Any:
+        chunks, _ = open_model(resolve(str(model)), mesh, dtype=torch.float32, heads=Heads())
+        if step:
+            load_checkpoint(run / f"checkpoint-{step}", mesh, chunks, prefix=prefix)
+        return chunks[0]
+
+    expected = chunks_of(0)
+    for step in range(1, 6):
+        if step % 2 == 0:
+            trl.trainer.callbacks.SyncRefModelCallback._sync_target_model(chunks_of(step), expected, 0.3)
+        found = chunks_of(step, REFERENCE)
+        assert all(map(torch.equal, found.parameters(), expected.parameters())), step
+
+    copied = train(options(**changed, ref_model_mixup_alpha=1.0, output_dir=str(tmp_path / "copied")), mesh)
+    kl = [line["kl"] for line in metrics(copied)]  # 0 at the steps after the policy became the reference
+    assert max(kl[2], kl[4]) < 1e-9
+    assert min(kl[1], kl[3]) > 1e-4
+
+    with pytest.raises(UserError, match=naming("--sync_ref_model --ref_model --model")):
+        train(options(**changed, ref_model=str(teacher), output_dir=str(tmp_path / "other")), mesh)
+    with pytest.raises(OptionError, match=naming("--ref_model_sync_steps 3 4 --rollouts_from")):
+        rules.check(options(**changed | {"ref_model_sync_steps": 3}, steps_per_generation=2), 1)

@@ -31,6 +31,7 @@ MAX_TOKENS = 16
 GREEDY = 1e-5
 """Smaller temperatures are 0, as in vLLM: logits divided by them would be infinite."""
 MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0
 MAX_BYTES = 16_000_000
 """Maximum size of a request."""
 
@@ -113,10 +114,13 @@ class Service:
         sampling = Sampling(
             _max_tokens(content, MAX_TOKENS),
             _temperature(content),
-            _top_p(content),
+            _number(content, "top_p", 1.0, most=1.0),
             int(content.get("seed") or 0),
             stop_token_ids=self._stops,
             log_p=True,
+            top_k=max(int(content.get("top_k") or 0), 0),  # vLLM's -1: all tokens
+            min_p=_number(content, "min_p", 0.0, most=1.0, can_be_0=True),
+            repetition_penalty=_number(content, "repetition_penalty", 1.0, most=MAX_PENALTY),
         )
         begin = time.perf_counter()
         async with self._turn:
@@ -171,13 +175,13 @@ def _temperature(content: dict[str, Any]) -> float:
     return 0.0 if float(temperature) < GREEDY else float(temperature)
 
 
-def _top_p(content: dict[str, Any]) -> float:
-    top_p = content.get("top_p")
-    if top_p is None:
-        return 1.0
-    if not 0 < float(top_p) <= 1:
-        raise ValueError(f"top_p {top_p} is not above 0 and at most 1")
-    return float(top_p)
+def _number(content: dict[str, Any], name: str, default: float, *, most: float, can_be_0: bool = False) -> float:
+    value = content.get(name)
+    if value is None:
+        return default
+    if not 0 <= float(value) <= most or (float(value) == 0 and not can_be_0):
+        raise ValueError(f"{name} {value} is not {'at least' if can_be_0 else 'above'} 0 and at most {most:g}")
+    return float(value)
 
 
 def _max_tokens(content: dict[str, Any], default: int) -> int:

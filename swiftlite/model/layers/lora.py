@@ -397,6 +397,19 @@ def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
             linear.add_module("adapter", adapter)
 
 
+@contextmanager
+def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Compute without the adapters inside this context."""
+    taken = [(linear, linear.adapter) for linear in _adapted(chunks)]
+    try:
+        for linear, _ in taken:
+            del linear.adapter
+        yield
+    finally:
+        for linear, adapter in taken:
+            linear.add_module("adapter", adapter)
+
+
 def _adapted(chunks: Sequence[nn.Module]) -> list[Any]:
     """Return the linear layers that have an adapter."""
     modules = chain.from_iterable(chunk.modules() for chunk in chunks)

@@ -18,6 +18,7 @@ from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.cost.memory import StageMemory, estimate
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.cost.teacher_memory import teacher_weights
+from swiftlite.plan.policy import is_base_of_adapters
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class RolloutMemory:
 
     Attributes:
         trainer: peak of the trainer in a step, on the first pipeline stage.
-        reference, teacher: weights of these models; 0 without them.
+        reference, teacher: weights of these models; 0 without them, and if the trained model without adapters is the
+            reference.
         engine: weights of trunk and heads in the engine.
         cache: keys and values of `--max_batch_size` sequences of `--max_length` tokens.
     """
@@ -58,7 +60,8 @@ def estimate_rollouts(
         teacher_config: config.json of the teacher; None without one.
     """
     frozen = dataclasses.replace(setup, heads=Heads(), lora=None, low_precision=None)
-    reference = estimate(reference_config, frozen)[0].weights if args.beta else 0
+    has_reference = args.beta and not is_base_of_adapters(args, setup.lora)
+    reference = estimate(reference_config, frozen)[0].weights if has_reference else 0
     teacher = teacher_weights(setup, teacher_config)[0] if teacher_config else 0
     whole = dataclasses.replace(setup, layout=ParallelLayout(), num_gpus=1, lora=None, low_precision=None)
     engine = estimate(hf_config, whole)[0].weights

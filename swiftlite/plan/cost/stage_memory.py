@@ -61,10 +61,10 @@ class ModelOnRank:
     @property
     def vocabularies(self) -> list[int]:
         """Number of logits per position on this rank for each trained loss: first for the trunk's loss, then for each
-        head's loss.
+        head's loss. A reward model has none.
         """
         head_vocabularies = [self.drafted or self.vocab] * self.setup.heads.drafts
-        if self.is_trunk_frozen:
+        if self.is_trunk_frozen or self.outside.has_score:
             return head_vocabularies
         return [self.outside.local_outputs(self.rank), *head_vocabularies]
 
@@ -136,6 +136,8 @@ class ModelOnRank:
     def loss_activations(self) -> list[Activation]:
         """List the activations of one loss, without logits."""
         states = self.rank.tokens * self.hidden * self.rank.itemsize
+        if self.outside.has_score:
+            return [Activation("states for the gradient of the score", states)]
         output_states = gradient = 0
         if not self.is_trunk_frozen or self.outside.heads_have_output_layers:
             output_states = states
@@ -299,7 +301,7 @@ class VirtualStage:
         if not self.is_last:
             return ForwardPass(tuple(entries), recomputed)
         vocabularies = model.vocabularies
-        entries += model.loss_activations() * len(vocabularies)
+        entries += model.loss_activations() * (len(vocabularies) + model.outside.has_score)
         entries.append(
             Activation("draft vocabulary's rows of the output matrix", model.drafted * model.hidden * rank.itemsize)
         )

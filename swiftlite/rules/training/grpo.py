@@ -22,7 +22,7 @@ from swiftlite.plan.layout import choices
 from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.models import check_directory
-from swiftlite.rewards.settings import name_of, reward_names_of, reward_settings_of
+from swiftlite.rewards.settings import name_of, name_of_server, reward_names_of, reward_settings_of
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft, teacher
 
@@ -48,13 +48,13 @@ def rewards_are_given(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
     if not names and not args.rollouts_from and not args.teacher_model:
         yield (
             "--reward_funcs is missing",
-            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py; or give --reward_model "
-            "or --teacher_model",
+            "for example --reward_funcs accuracy, or a function of --external_plugins FILE.py; or give --reward_model, "
+            "--reward_server or --teacher_model",
         )
     if args.reward_weights and len(args.reward_weights) != len(names):
         yield (
             f"--reward_weights has {len(args.reward_weights)} numbers for {len(names)} rewards: {', '.join(names)}",
-            "give one weight for each function, then one for each reward model",
+            "give one weight for each function, then one for each reward model and server",
         )
     if not args.rollouts_from:
         yield from reward_models_are_here(args)
@@ -74,6 +74,11 @@ def reward_models_are_here(args: GrpoArgs) -> Iterator[Problem]:
             check_directory(directory)
         except UserError as error:
             yield error.problem, error.hint
+    for url in args.reward_server:
+        if not common.is_address(url):
+            yield f"--reward_server {url} is not an address", "give http://HOST:PORT, such as http://127.0.0.1:8001"
+        elif names.count(name_of_server(url)) > 1:
+            yield f"--reward_server {url} is given twice", "give each server once"
 
 
 def named_rewards_are_known(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
@@ -255,6 +260,22 @@ def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> It
         yield error.problem, error.hint
 
 
+def reference_can_follow(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.sync_ref_model:
+        return
+    if not args.beta:
+        yield "--sync_ref_model: there is no reference model, because --beta is 0", "use --beta 0.04, or omit it"
+    if args.tuner_type == "lora":
+        yield "--sync_ref_model is not supported with --tuner_type lora", "omit it, or train the model in full"
+    steps = args.steps_per_generation * args.num_iterations
+    if args.rollouts_from and args.ref_model_sync_steps % steps:
+        yield (
+            f"--ref_model_sync_steps {args.ref_model_sync_steps} is not a multiple of the {steps} steps of a "
+            "generation, as --rollouts_from requires",
+            f"use --ref_model_sync_steps {-(-args.ref_model_sync_steps // steps) * steps}",
+        )
+
+
 def old_completions_are_corrected(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
     if args.async_rollouts and args.rollout_importance_sampling_mode == "none" and not args.rollouts_from:
         yield (
@@ -274,6 +295,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     served = (bool(args.rollout_server), "--rollout_server is given")
     idle = {
         "ref_model": (not args.beta, "--beta is 0"),
+        **dict.fromkeys(_OF_SYNC, (not args.sync_ref_model, "--sync_ref_model is false")),
         "teacher_kl_coef": (args.teacher_model is None, "--teacher_model is not given"),
         "speculative": no_heads,
         "num_speculative_tokens": no_heads if no_heads[0] else not_drafted,
@@ -293,11 +315,12 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     yield from common.without_effect(args, idle)
 
 
+_OF_SYNC = ("ref_model_mixup_alpha", "ref_model_sync_steps")
 _OF_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 _WITH_TABLES = ("wandb", "swanlab", "trackio")
 _OF_REWARDS = ("external_plugins", "advantage_estimator", "scale_rewards")
-_OF_DRAWING = ("reward_funcs", "reward_model", "reward_weights", "rollout_server", "max_batch_size", "dynamic_sample")
-_OF_DRAWING += ("max_resample_times", "draft_schedule", "async_rollouts")
+_OF_DRAWING = ("reward_funcs", "reward_model", "reward_server", "reward_weights", "rollout_server", "max_batch_size")
+_OF_DRAWING += ("dynamic_sample", "max_resample_times", "draft_schedule", "async_rollouts")
 
 RULES = (
     *sft.RULES,
@@ -306,6 +329,7 @@ RULES = (
     named_rewards_are_known,
     conversations_have_code,
     old_completions_are_corrected,
+    reference_can_follow,
     groups_fit_the_batch,
     rewards_can_be_compared,
     completions_leave_room,

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
@@ -54,6 +55,8 @@ _DAMAGES = (
     CheckpointException,
 )
 
+REFERENCE = "reference."
+"""Prefix of the tensors of a reference model in a checkpoint."""
 _OF_TORCH_READER = "PytorchStreamReader"  # part of the message of the RuntimeError for an incomplete archive
 
 
@@ -85,6 +88,7 @@ class Checkpointer:
             complete.
         hint: advice in the error message if a checkpoint cannot be written.
         copies: copies complete checkpoints to a store; None without `--checkpoint_store`.
+        reference: chunks of a reference model that changes in training, whose weights are written too.
     """
 
     output_dir: Path
@@ -96,6 +100,7 @@ class Checkpointer:
     is_async: bool = False
     hint: str = "free disk space or repair the disk; the same command with --resume continues from the last checkpoint"
     copies: Copies | None = None
+    reference: Sequence[MegatronModule] = ()
     _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue)
     _strategy: SaveStrategy = field(default_factory=SaveStrategy)
 
@@ -203,7 +208,7 @@ class Checkpointer:
             slot_state = state_to_save(slots_of(self.optimizer), dict(tensors))
             if slot_state:
                 tensors["optimizer"] = slot_state
-        return tensors
+        return tensors | sharded_model(self.reference, self.mesh, REFERENCE)
 
     def _publish(self, state: CheckpointState, is_ephemeral: bool) -> None:
         """Add the state and the manifest to the files that all ranks have written, and rename the checkpoint."""
@@ -244,6 +249,7 @@ def load_checkpoint(
     *,
     with_heads: bool = True,
     is_verified: bool = False,
+    prefix: str = "",
 ) -> None:
     """Load a checkpoint's weights into this rank's chunks and, if `optimizer` is given, the optimizer state into the
     optimizer.
@@ -252,13 +258,14 @@ def load_checkpoint(
         mesh: the ranks that hold the model.
         with_heads: whether MTP layers are read too; otherwise the MTP layers of `chunks` keep their weights.
         is_verified: whether the files have been verified already (`damage_of`).
+        prefix: `REFERENCE` for the weights of the reference model.
 
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
     if not is_verified and (problem := damage_of(checkpoint)):
         raise UserError(f"{checkpoint} is damaged: {problem}", USE_ANOTHER)
-    tensors = {name: _without_extra(state) for name, state in sharded_model(chunks, mesh).items()}
+    tensors = {name: _without_extra(state) for name, state in sharded_model(chunks, mesh, prefix).items()}
     if not with_heads:
         tensors = {name: _without_heads(state) for name, state in tensors.items()}
     slots = slots_of(optimizer) if optimizer is not None else []
@@ -278,7 +285,7 @@ def load_checkpoint(
             f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",
             f"{USE_ANOTHER}; the model must be the one that the run started from",
         ) from error
-    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+    for name, chunk in zip(_chunk_names(chunks, prefix), chunks, strict=True):
         found = chunk.load_state_dict(loaded[name], strict=False)
         missing = [key for key in found.missing_keys if not _is_extra(key)]
         assert not found.unexpected_keys
@@ -305,18 +312,19 @@ def _weights_only() -> Iterator[None]:
             os.environ[name] = before
 
 
-def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any]:
-    """Return the sharded weights.
+def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh, prefix: str = "") -> dict[str, Any]:
+    """Return the sharded weights, whose names in the checkpoint begin with the prefix.
 
     Each tensor has its place in the whole model, so that checkpoints do not depend on the layout.
     """
     states = {}
-    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+    for name, chunk in zip(_chunk_names(chunks, prefix), chunks, strict=True):
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
         # Transformer Engine's layers also have FP8 state, which is not saved here. Local layers have an empty value for
         # its key, which is written as in megatron-core and never read.
         state = {key: value for key, value in state.items() if not (_is_extra(key) and value.data is not None)}
         states[name] = with_adapters(state, chunk, mesh)
+        add_prefix_for_sharding(states[name], prefix)
     return states
 
 
@@ -329,9 +337,9 @@ def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not _is_extra(key)}
 
 
-def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:
+def _chunk_names(chunks: Sequence[MegatronModule], prefix: str) -> list[str]:
     """Return the key of each chunk's tensors; checkpoints do not contain it."""
-    return [f"model{number}" for number in range(len(chunks))]
+    return [f"{prefix}model{number}" for number in range(len(chunks))]
 
 
 def _without_heads(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,9 @@ PER_TOKEN = ("loss", "kl", "teacher_kl", "entropy", "weight", "difference", "kno
 SUMS = ("targets", *PER_TOKEN, "tokens", "low", "high", "clippable", "squared_weight")
 """Statistics of a micro-batch, without those of the heads. `targets` is what the loss is divided by; `low` and `high`
 count ratios beyond the bounds, among `clippable` ones."""
+MAXIMA = ("-low", "high", "difference", "-weight", "weight")
+"""Statistics whose maximum is taken: shares of clipped tokens of a completion, and values of tokens; `-`: negated, for
+the minimum."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,7 @@ class PolicyObjective:
     heads: Heads
     mtp_loss_scaling_factor: float
     figures: Mapping[str, float] = field(default_factory=dict)
+    num_maxima: int = len(MAXIMA)
 
     @property
     def nonfinite_hint(self) -> str:
@@ -208,7 +212,7 @@ class PolicyObjective:
 
     @property
     def sums_shape(self) -> tuple[int]:
-        return (len(SUMS) + 3 * self.heads.drafts,)
+        return (len(SUMS) + 3 * self.heads.drafts + self.num_maxima,)
 
     def prepare(self, model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> "PolicyObjective":
         """Return the objective with the metrics of these completions."""
@@ -232,7 +236,7 @@ class PolicyObjective:
 
         def loss_of(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             labeled = LabeledTokens.of(batch, mesh)
-            loss, statistics = self._policy_loss(losses.main, batch, labeled, entropy_coef, is_first)
+            loss, statistics, maxima = self._policy_loss(losses.main, batch, labeled, entropy_coef, is_first)
             total = add_heads(loss, losses, batch.loss_scale_KBS, coefficients)
             number = batch.num_sequences * is_first
             if self.policy.loss_type == "bnpo":
@@ -240,15 +244,15 @@ class PolicyObjective:
             if self.policy.divides_by_tokens:
                 number = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
             num_targets = torch.full((), number, dtype=torch.int32, device=total.device)
-            parts = [num_targets.double()[None], statistics, head_sums(losses, batch, mesh)]
+            parts = [num_targets.double()[None], statistics, head_sums(losses, batch, mesh), maxima]
             return total, num_targets, torch.cat(parts)
 
         return forward_step_of(loss_of, balance, with_entropy=True, trains_entropy=self.policy.entropy_coef > 0)
 
     def _policy_loss(
         self, main: TokenLoss, batch: Batch, tokens: LabeledTokens, entropy_coef: float | torch.Tensor, is_first: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum to minimize for this rank's tokens, and the statistics.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the sum to minimize for this rank's tokens, the statistics, and those of which the maximum is taken.
 
         Args:
             entropy_coef: weight of the entropy of each token in this sum; with bnpo, it is that of the mean.
@@ -284,7 +288,7 @@ class PolicyObjective:
         difference_BS = (old_BS - extras[ENGINE.name]).abs()
         values |= {"difference": difference_BS.nan_to_num(0.0), "known": (~difference_BS.isnan()).float()}
         clipped = self._clipped(ratio_BS, advantage_BS)
-        return loss, _statistics(values, clipped, tokens, policy, is_first)
+        return loss, _statistics(values, clipped, tokens, policy, is_first), _maxima(values, clipped, tokens)
 
     def _clipped(self, ratio_BS: torch.Tensor, advantage_BS: torch.Tensor) -> list[torch.Tensor]:
         """Return where the ratio is clipped at its lower and at its upper bound, [B, S] each."""
@@ -299,6 +303,7 @@ class PolicyObjective:
         Clip ratios are shares of tokens; with the level `sequence`, of completions.
         """
         found = dict(zip(SUMS, sums[: len(SUMS)].tolist(), strict=True))
+        most = dict(zip(MAXIMA, sums[-len(MAXIMA) :].tolist(), strict=True))
         metrics = {
             "loss": mean_of(found["loss"], found["targets"]),
             "entropy": mean_of(found["entropy"], found["tokens"]),
@@ -316,15 +321,21 @@ class PolicyObjective:
                 "clip_ratio/high_mean": high,
                 "clip_ratio/region_mean": low + high,
             }
+            if found["tokens"]:
+                metrics |= {"clip_ratio/low_min": -most["-low"], "clip_ratio/high_max": most["high"]}
         if found["known"]:
             metrics["sampling/sampling_logp_difference/mean"] = found["difference"] / found["known"]
+            metrics["sampling/sampling_logp_difference/max"] = most["difference"]
+            if self.policy.mismatch_mode != "none":
+                metrics["sampling/importance_sampling_ratio/min"] = -most["-weight"]
+                metrics["sampling/importance_sampling_ratio/max"] = most["weight"]
         if self.policy.mismatch_mode != "none":
             metrics["rollout/importance_weight"] = mean_of(found["weight"], found["tokens"])
             # Kish's effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 for equal weights.
             metrics["rollout/effective_tokens"] = mean_of(
                 found["weight"] ** 2, found["tokens"] * found["squared_weight"]
             )
-        own = {**metrics, **head_means(sums[len(SUMS) :])}
+        own = {**metrics, **head_means(sums[len(SUMS) : -len(MAXIMA)])}
         return {**own, **self.figures, **own}  # reward functions can name their metrics as they like
 
 
@@ -357,3 +368,20 @@ def _statistics(
         counted = [each.double() * is_first for each in of_sequences]
         counted.append(torch.full_like(num_tokens, len(lengths_N) * is_first))
     return torch.stack([*sums, num_tokens, *counted, total(values["weight"] ** 2)])
+
+
+@torch.no_grad()
+def _maxima(values: Mapping[str, torch.Tensor], clipped: Sequence[torch.Tensor], tokens: LabeledTokens) -> torch.Tensor:
+    """Return the statistics of this rank's tokens in the order of `MAXIMA`, float64; -inf without tokens.
+
+    The arguments are those of `_statistics`.
+    """
+    has_tokens_N, has_label_BS = tokens.sums(tokens.is_target_BS) > 0, tokens.is_target_BS > 0
+    low_N, high_N = (tokens.sums(is_clipped_BS.float()) / tokens.lengths_N for is_clipped_BS in clipped)
+    weight_BS = values["weight"]
+    counted = [(has_tokens_N, -low_N), (has_tokens_N, high_N), (has_label_BS, values["difference"])]
+    counted += [(has_label_BS, -weight_BS), (has_label_BS, weight_BS)]
+    none = weight_BS.new_full((1,), -torch.inf)
+    # Not by a mask as an index, for whose size the host would wait.
+    of_each = [torch.cat([torch.where(mask, value, -torch.inf).flatten(), none]).max() for mask, value in counted]
+    return torch.stack(of_each).double()

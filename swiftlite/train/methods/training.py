@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.transformer.module import MegatronModule
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import Prompt
@@ -40,6 +41,8 @@ class TrainBatches:
             called on all ranks, and may raise `Stopped` on all of them. None: there are none.
         release: ends processes that the other functions use.
         table: returns a table for trackers about the step that `get` was called for last, on the first rank.
+        after_step: called on every rank with the number of each step, before an evaluation and a checkpoint.
+        reference: chunks of a reference model that `after_step` changes; checkpoints contain their weights.
     """
 
     get: Callable[[int], Sequence[Batch]]
@@ -48,6 +51,8 @@ class TrainBatches:
     evaluate: Callable[[int], Mapping[str, float]] | None = None
     release: Callable[[], None] = lambda: None
     table: Callable[[int], Table | None] = lambda step: None
+    after_step: Callable[[int], None] = lambda step: None
+    reference: Sequence[MegatronModule] = ()
 
 
 @dataclass(frozen=True)

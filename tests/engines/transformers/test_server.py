@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,20 @@ def test_log_probabilities_are_those_of_transformers(model):
     assert content["usage"] == {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
 
 
+def test_filters_are_those_of_the_engine(model):
+    filters: dict[str, Any] = {"top_k": 40, "min_p": 0.1, "repetition_penalty": 1.5}
+    template = ChatTemplate(load_tokenizer(model.directory))
+    sampling = Sampling(12, temperature=2.0, seed=3, stop_token_ids=stop_token_ids(template, model.directory))
+    texts = []
+    for name in (None, *filters):
+        given = {name: filters[name]} if name else {}
+        (expected,) = engine_of(model).generate([PROMPT], replace(sampling, **given))
+        _, found = answer(model, "/v1/completions", prompt=[PROMPT], max_tokens=12, temperature=2.0, seed=3, **given)
+        texts.append(found["choices"][0]["text"])
+        assert texts[-1] == template.tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+    assert len(set(texts)) > 1
+
+
 def test_answers_and_metrics_are_those_of_the_engine(model):
     stops = stop_token_ids(ChatTemplate(load_tokenizer(model.directory)), model.directory)
     engine = engine_of(model)
@@ -134,6 +149,8 @@ def test_a_stop_text_ends_an_answer(model):
         ({"prompt": PROMPT, "max_tokens": 1.5}, "max_tokens"),
         ({"prompt": PROMPT, "temperature": -1}, "temperature"),
         ({"prompt": PROMPT, "top_p": 2}, "top_p"),
+        ({"prompt": PROMPT, "min_p": -1}, "min_p"),
+        ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty"),
         ({"prompt": PROMPT, "n": 3}, "n can"),
         ({"prompt": 7}, "prompt"),
     ],
