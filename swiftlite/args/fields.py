@@ -373,14 +373,14 @@ class KernelArgs:
     """auto: on GPUs, use fused kernels for norms and activations, and compute losses without storing all logits. none:
     round exactly where transformers does."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
-    """Use 8-bit matmuls in linear layers and experts during training, on GPUs that support them. hybrid:
-    gradients in e5m2, everything else in e4m3. Requires --transformer_impl transformer_engine. Checkpoints and exports
-    stay in --torch_dtype."""
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
-    """Granularity of the scales: one per tensor, per block of 128, or per block of 32 (Blackwell). Default:
-    blockwise."""
+    """Use 8-bit matmuls in linear layers during training, on GPUs that support them. hybrid: gradients in e5m2,
+    everything else in e4m3. With --transformer_impl transformer_engine also in experts and for the gradients of
+    weights. Checkpoints and exports stay in --torch_dtype."""
+    fp8_recipe: Literal["rowwise", "tensorwise", "blockwise", "mxfp8"] | None = None
+    """Granularity of the scales: one per row or tensor (--transformer_impl local); one per tensor, per block of 128, or
+    per block of 32 (Blackwell) with Transformer Engine. Default: rowwise, with Transformer Engine blockwise."""
     fp4_format: Literal["none", "e2m1"] = "none"
-    """Like --fp8_format, with 4-bit matmuls (NVFP4, Blackwell)."""
+    """Like --fp8_format, with 4-bit matmuls (NVFP4, Blackwell). Requires --transformer_impl transformer_engine."""
     num_layers_at_start_in_bf16: bounds.NonNegativeInt = 1
     """With --fp8_format or --fp4_format: number of first decoder layers that stay in bfloat16."""
     num_layers_at_end_in_bf16: bounds.NonNegativeInt = 1

@@ -258,7 +258,7 @@ def _stage(
         if stage == 0:
             tower = TOWERS[type(architecture.tower)](architecture.tower, config)
     return Stage(
-        decoder=decoder_spec(config, layers, drafting, drafter.modules, num_deepstack > 0),
+        decoder=decoder_spec(config, layers, drafting, drafter.modules, num_deepstack > 0, first_layer),
         mtp_block=mtp_block,
         tower=tower,
         sent_outputs=sent_outputs,

@@ -244,18 +244,23 @@ def decoder_spec(
     drafting: Drafting,
     modules: Modules = LOCAL,
     has_deepstack: bool = False,
+    first_layer: int = 0,
 ) -> TransformerBlockSubmodules:
     """Return the spec of the trunk, or of a pipeline stage with these decoder layers.
 
     Args:
         has_deepstack: whether features of images are added to the outputs of the first layers.
+        first_layer: number of decoder layers on earlier stages.
     """
     layer_class = DeepstackLayer if has_deepstack else TransformerLayer
     norm = modules.norm
     if config.mtp_num_layers and drafting.takes_before_norm:
         norm = modules.norm_returning_input
     return TransformerBlockSubmodules(
-        layer_specs=[decoder_layer_spec(layer, modules, layer_class) for layer in layers],
+        layer_specs=[
+            decoder_layer_spec(layer, modules.in_layer(number, config.num_layers), layer_class)
+            for number, layer in enumerate(layers, first_layer)
+        ],
         layer_norm=ModuleSpec(module=norm),
     )
 

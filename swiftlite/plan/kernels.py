@@ -51,7 +51,7 @@ class Kernels:
         is_fused: whether norms, activations and losses are fused, which rounds differently from transformers.
         has_grouped_experts: whether one grouped product computes all experts of a rank, instead of one product per
             expert.
-        low_precision: precision of Transformer Engine's products; None for the model's precision.
+        low_precision: precision of the products of linear layers; None for the model's precision.
         is_deterministic: whether kernels are deterministic on GPUs as well.
         flash_impl: implementation that torch's attention calls; None: the implementation included in torch.
         prefers_cudnn: whether torch's attention asks cuDNN first for long causal sequences.
@@ -223,6 +223,10 @@ def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, hea
             "add --transformer_impl transformer_engine",
         )
     yield from precision_problems(args, is_float32)
+    low = low_precision_of(args)
+    if low and low.is_local and machine.is_cuda and 0 < machine.capability < low.capability:
+        found = f"this GPU has {machine.capability}"
+        yield f"{low.flag} requires compute capability {low.capability}, but {found}", f"remove {low.option}"
     if args.attention_backend in ("flash", *_IMPLS):
         yield from _without_packed_kernel(args, machine, is_float32, head)
     if args.attention_backend == "cudnn":

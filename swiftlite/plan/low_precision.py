@@ -1,7 +1,7 @@
 """Describe training with matrix products in 8 and 4 bits: options, requirements and memory.
 
-Transformer Engine defines the formats of the quantized copies of tensors and of their scales. This module does not
-import torch.
+Transformer Engine defines the formats of the quantized copies of tensors and of their scales, and torch those of its
+own products (`model/layers/fp8.py`). This module does not import torch.
 """
 
 import re
@@ -15,6 +15,9 @@ from swiftlite.bridge.rows import Row
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.rank import Quantized
 
+_LOCAL_RECIPES = ("rowwise", "tensorwise")
+"""Recipes that torch supports without Transformer Engine."""
+
 
 @dataclass(frozen=True)
 class LowPrecision:
@@ -24,12 +27,15 @@ class LowPrecision:
         format: megatron-core's `fp8` ("e4m3", "hybrid") or `fp4` ("e2m1").
         recipe: granularity of scales, by megatron-core's names.
         bf16_at_start, bf16_at_end: number of first and last decoder layers that remain in bfloat16.
+        is_local: whether torch computes the products instead of Transformer Engine. Gradients of weights and experts
+            then stay in bfloat16.
     """
 
     format: str
     recipe: str
     bf16_at_start: int = 1
     bf16_at_end: int = 1
+    is_local: bool = False
 
     @property
     def is_fp4(self) -> bool:
@@ -38,7 +44,10 @@ class LowPrecision:
     @property
     def described(self) -> str:
         """Return a description for reports."""
-        return f"{self.name.upper()} {self.format}, {self.recipe}"
+        described = f"{self.name.upper()} {self.format}, {self.recipe}"
+        if self.is_local:
+            return f"{described}, weight gradients in bfloat16"
+        return described
 
     @property
     def name(self) -> Literal["fp4", "fp8"]:
@@ -64,15 +73,25 @@ class LowPrecision:
         """The number by which a rank's number of tokens must be divisible.
 
         It is defined by megatron-core's fp8_utils.py:168, and by the first dimension of a scale of Transformer Engine's
-        NVFP4Quantizer.
+        NVFP4Quantizer. torch's products accept any number of tokens.
         """
+        if self.is_local:
+            return 1
+        return self.sizes
+
+    @property
+    def sizes(self) -> int:
+        """The number by which the sizes of a rank's part of a matrix must be divisible."""
         return {"mxfp8": 32, "nvfp4": 32}.get(self.recipe, 16)
 
     @property
     def quantized(self) -> Quantized:
         """Bytes per element in memory, from transformer_engine's tensor/*.py (2.20.2).
         `tests/parallel/test_low_precision.py` counts these bytes. With the recipe `tensorwise`, a Blackwell GPU stores
-        weights in only one memory order, which takes half of these bytes."""
+        weights in only one memory order, which takes half of these bytes. torch's products store no copy of a weight,
+        and of an input only the unquantized one."""
+        if self.is_local:
+            return Quantized(1, 0)
         copy, weights = {
             "tensorwise": (1, 2),
             "blockwise": (1 + 4 / 128, 2 + 2 * 4 / 128**2),
@@ -85,12 +104,15 @@ class LowPrecision:
     def moved(self) -> float:
         """Bytes moved to quantize a 16-bit element, counted from the kernels.
 
-        These are one read (two if one scale is used for the whole tensor), and one write in each of two memory orders.
+        These are one read (two if one scale is used for the whole tensor), and one write in each of two memory orders;
+        for torch's products, which are quantized separately in each pass, in one order.
         """
-        reads = 1
+        reads, writes = 1, 2
         if self.recipe in ("tensorwise", "nvfp4"):
             reads = 2
-        return 2 * reads + 2 * self.quantized.copy
+        if self.is_local:
+            writes = 1
+        return 2 * reads + writes * self.quantized.copy
 
     @property
     def speedup(self) -> int:
@@ -99,15 +121,18 @@ class LowPrecision:
 
     @property
     def capability(self) -> float:
-        """Minimum compute capability that Transformer Engine requires (pytorch/quantization.py:149 of 2.20.2)."""
-        return {"tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0, "nvfp4": 10.0}[self.recipe]
+        """Minimum compute capability that torch or Transformer Engine requires (pytorch/quantization.py:149 of
+        2.20.2)."""
+        return {"rowwise": 8.9, "tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0, "nvfp4": 10.0}[self.recipe]
 
     def is_in_layer(self, number: int, num_layers: int) -> bool:
         """Return whether decoder layer `number` (from 0) uses this precision."""
         return self.bf16_at_start <= number < num_layers - self.bf16_at_end
 
     def mcore_config(self) -> dict[str, Any]:
-        """Return the arguments of TransformerConfig."""
+        """Return the arguments of TransformerConfig. With them, megatron-core calls Transformer Engine."""
+        if self.is_local:
+            return {}
         return {
             self.name: self.format,
             f"{self.name}_recipe": self.recipe,
@@ -123,7 +148,9 @@ def low_precision_of(args: KernelArgs) -> LowPrecision | None:
     if args.fp4_format != "none":
         return LowPrecision(args.fp4_format, "nvfp4", *layers)
     if args.fp8_format != "none":
-        return LowPrecision(args.fp8_format, args.fp8_recipe or "blockwise", *layers)
+        is_local = args.transformer_impl == "local"
+        recipe = args.fp8_recipe or ("rowwise" if is_local else "blockwise")
+        return LowPrecision(args.fp8_format, recipe, *layers, is_local=is_local)
     return None
 
 
@@ -136,10 +163,18 @@ def precision_problems(args: KernelArgs, is_float32: bool) -> Iterator[Problem]:
         return
     if low.is_fp4 and args.fp8_format != "none":
         yield f"{low.option} cannot be combined with --fp8_format {args.fp8_format}", "remove one of the two"
-    if args.transformer_impl == "local":
+    other, added = (
+        "transformer_engine",
+        "add --transformer_impl transformer_engine, on an NVIDIA GPU that supports this",
+    )
+    if low.is_fp4 and args.transformer_impl == "local":
+        yield f"{low.option} requires --transformer_impl {other}", added
+    elif low.is_local and low.recipe not in _LOCAL_RECIPES:
+        yield f"--fp8_recipe {low.recipe} requires --transformer_impl {other}", f"use --fp8_recipe rowwise, or {added}"
+    elif low.recipe == "rowwise" and not low.is_local:
         yield (
-            f"{low.option} requires --transformer_impl transformer_engine",
-            "add --transformer_impl transformer_engine, on an NVIDIA GPU that supports this format",
+            f"--fp8_recipe rowwise requires --transformer_impl local, not {other}",
+            "use --fp8_recipe blockwise, or --transformer_impl local",
         )
     if is_float32:
         yield f"{low.option} does not support --torch_dtype float32", "use --torch_dtype bfloat16"
@@ -173,8 +208,9 @@ def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:
 
 def model_problems(low: LowPrecision, layout: ParallelLayout, architecture: Architecture) -> Iterator[Problem]:
     """Yield reasons why a model cannot be trained with low precision and this layout."""
-    num_layers = len(architecture.layers)
-    most = num_layers // layout.pipeline_model_parallel_size  # megatron-core's transformer_config.py:996
+    num_layers = most = len(architecture.layers)
+    if not low.is_local:
+        most = num_layers // layout.pipeline_model_parallel_size  # megatron-core's transformer_config.py:996
     for end, number in (("start", low.bf16_at_start), ("end", low.bf16_at_end)):
         if number > most:
             yield (
@@ -196,12 +232,14 @@ def _misfits(low: LowPrecision, layout: ParallelLayout, architecture: Architectu
         for row in part.rows():
             ranks = layout.tensor_model_parallel_size
             if ".experts." in row.mcore:
+                if low.is_local:
+                    continue
                 ranks = layout.expert_tensor_parallel_size
-            size = low_precision_misfit(row, ranks or 1, low.tokens)
+            size = low_precision_misfit(row, ranks or 1, low.sizes)
             if size:
                 yield (
                     f"{low.flag}: {', '.join(row.hf)} has {size} rows or columns on a rank, not a multiple of "
-                    f"{low.tokens}",
+                    f"{low.sizes}",
                     "remove it, or use fewer tensor-parallel ranks",
                 )
                 return

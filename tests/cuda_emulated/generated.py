@@ -112,7 +112,7 @@ def main() -> None:
     torch.compile = generating  # type: ignore[assignment]
 
     from swiftlite.model.attention import rope
-    from swiftlite.model.layers import norm
+    from swiftlite.model.layers import fp8, norm
 
     def unmarked(*args: torch.Tensor) -> torch.Tensor:
         return rope.rotate(*args)
@@ -124,6 +124,7 @@ def main() -> None:
     rope.fused_rotate_pairs(heads, turns)
     rope.fused_norm_and_rotate(heads, weight, turns, 1e-6, False)
     norm.fused_zero_centered_norm(torch.empty(24, 2, 512, dtype=torch.bfloat16), torch.empty(512), 1e-6)
+    fp8.fused_quantize_rows(torch.empty(48, 512, dtype=torch.bfloat16), torch.float8_e4m3fn)
     torch.compile(unmarked, dynamic=True)(heads.clone(), turns.clone())
     print(json.dumps(SOURCES))
 

@@ -24,7 +24,7 @@ def sources() -> dict[str, str]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["rotate", "rotate_pairs", "norm_and_rotate", "zero_centered_norm"])
+@pytest.mark.parametrize("name", ["rotate", "rotate_pairs", "norm_and_rotate", "zero_centered_norm", "quantize_rows"])
 def test_a_function_is_one_kernel_without_divisions(sources, name):
     assert sources[name].count("@triton.jit") == 1
     assert not SLOW.findall(sources[name])

@@ -22,6 +22,7 @@ GPU = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_va
 FLASH = dataclasses.replace(GPU, packed_kernel="flash_attn")
 HOPPER = dataclasses.replace(GPU, capability=9.0)
 PLAIN = Machine(is_cuda=True)
+AMPERE = Machine(is_cuda=True, capability=8.0)
 NEWER = dataclasses.replace(GPU, flash_impls=("FA3", "FA4"))
 PLAIN_TE = Machine(is_cuda=True, has_transformer_engine=True)
 TE = {"transformer_impl": "transformer_engine"}
@@ -72,6 +73,18 @@ TE = {"transformer_impl": "transformer_engine"}
             NEWER,
             False,
             Kernels("local", "torch_varlen", True, True, flash_impl="FA4"),
+        ),
+        (
+            {"fp8_format": "hybrid", "num_layers_at_start_in_bf16": 2},
+            CPU,
+            False,
+            Kernels(low_precision=LowPrecision("hybrid", "rowwise", 2, is_local=True)),
+        ),
+        (
+            {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"},
+            PLAIN,
+            False,
+            Kernels("local", "sdpa", True, True, LowPrecision("e4m3", "tensorwise", is_local=True)),
         ),
         (
             TE | {"fp8_format": "hybrid"},
@@ -125,7 +138,23 @@ def test_auto_leaves_large_heads_to_torch():
             64,
             "--attention_backend cudnn --deterministic_mode",
         ),
-        ({"fp8_format": "hybrid"}, GPU, False, 64, "--fp8_format hybrid --transformer_impl transformer_engine"),
+        ({"fp4_format": "e2m1"}, GPU, False, 64, "--fp4_format e2m1 --transformer_impl transformer_engine"),
+        (
+            {"fp8_format": "hybrid", "fp8_recipe": "mxfp8"},
+            GPU,
+            False,
+            64,
+            "--fp8_recipe mxfp8 --transformer_impl transformer_engine",
+        ),
+        (
+            TE | {"fp8_format": "hybrid", "fp8_recipe": "rowwise"},
+            PLAIN_TE,
+            False,
+            64,
+            "--fp8_recipe rowwise --transformer_impl local",
+        ),
+        ({"fp8_format": "hybrid"}, AMPERE, False, 64, "--fp8_format hybrid rowwise 8.9 8.0"),
+        ({"fp8_format": "hybrid"}, CPU, True, 64, "--fp8_format hybrid --torch_dtype float32"),
         (TE | {"fp8_format": "hybrid"}, CPU, False, 64, "--transformer_impl transformer_engine NVIDIA"),
         (TE | {"fp8_format": "hybrid"}, GPU, True, 64, "--fp8_format hybrid --torch_dtype float32"),
         (TE | {"fp8_format": "hybrid", "fp4_format": "e2m1"}, GPU, False, 64, "--fp4_format e2m1 --fp8_format hybrid"),
@@ -189,6 +218,7 @@ def test_ranks_share_on_gpus_unless_told_otherwise(options, world_size, is_cuda,
         ({"context_parallel_size": 3}, GPU, 192),
         ({"padding_free": True, "micro_batch_size": 2}, GPU, 1),
         (TE | {"fp8_format": "hybrid", "padding_free": True, "micro_batch_size": 2}, PLAIN_TE, 16),
+        ({"fp8_format": "hybrid", "padding_free": True, "micro_batch_size": 2}, GPU, 1),
         (TE | {"fp4_format": "e2m1", "context_parallel_size": 3}, PLAIN_TE, 192),
     ],
 )

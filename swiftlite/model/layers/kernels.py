@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from swiftlite.model.attention.head_size import Sizes, fill_values, fill_values_
 from swiftlite.model.attention.merged_attention import PrefixKernel
 from swiftlite.model.layers.compiled import raise_version_limit
 from swiftlite.model.layers.experts import GroupedMLP, SequentialMLP
+from swiftlite.model.layers.fp8 import linear_classes
 from swiftlite.model.layers.norm import FusedRMSNorm, LastRoundedRMSNorm, RMSNorm, returning_input
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from swiftlite.plan.kernels import FlashImpl, Kernels
+from swiftlite.plan.low_precision import LowPrecision
 
 VarlenKernel = Callable[..., Any]
 
@@ -32,6 +34,7 @@ class Modules:
         experts: experts of one rank.
         core_attention: attention of decoder layers and heads.
         draft_attention: attention of unrolled heads.
+        low_precision: precision of the products of `column` and `row`; None for the model's precision.
     """
 
     norm: type
@@ -42,6 +45,14 @@ class Modules:
     experts: type
     core_attention: ModuleSpec
     draft_attention: ModuleSpec
+    low_precision: LowPrecision | None = None
+
+    def in_layer(self, number: int, num_layers: int) -> "Modules":
+        """Return the modules of the trunk's decoder layer `number` (from 0). The first and the last layers may stay in
+        bfloat16."""
+        if self.low_precision is None or self.low_precision.is_in_layer(number, num_layers):
+            return self
+        return replace(self, column=ColumnParallelLinear, row=RowParallelLinear)
 
 
 def modules_of(kernels: Kernels, *, norms_round_last: bool = False) -> Modules:
@@ -56,7 +67,7 @@ def modules_of(kernels: Kernels, *, norms_round_last: bool = False) -> Modules:
     """
     if kernels.flash_impl:
         _activate(kernels.flash_impl)
-    if kernels.is_fused:
+    if kernels.is_fused or kernels.low_precision:
         raise_version_limit()
     norm = FusedRMSNorm if kernels.is_fused else LastRoundedRMSNorm if norms_round_last else RMSNorm
     column, row, attention = ColumnParallelLinear, RowParallelLinear, CoreAttention
@@ -71,6 +82,9 @@ def modules_of(kernels: Kernels, *, norms_round_last: bool = False) -> Modules:
             experts = te.GroupedMLP
         if kernels.low_precision is not None:
             te.check_available(kernels.low_precision)
+    low = kernels.low_precision if kernels.transformer_impl == "local" else None
+    if low is not None:
+        column, row = linear_classes(low)
     params: dict[str, Any] = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
     if kernels.attention != "te":
         params["prefers_cudnn"] = kernels.prefers_cudnn
@@ -84,6 +98,7 @@ def modules_of(kernels: Kernels, *, norms_round_last: bool = False) -> Modules:
         experts=experts,
         core_attention=ModuleSpec(module=attention, params=params),
         draft_attention=ModuleSpec(module=DraftAttention, params=params),
+        low_precision=low,
     )
 
 

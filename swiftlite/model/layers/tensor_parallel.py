@@ -96,9 +96,18 @@ class RowParallelLinear(AddsGradients, McoreRowParallelLinear):
 
 def _adds_in_place(weight: Any, options: dict[str, Any]) -> bool:
     """Return whether `_linear` can replace megatron-core's product. It cannot if the product gathers the sequence."""
-    if not (options["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled()):
+    if options["bias"] is not None or options["sequence_parallel"] or not torch.is_grad_enabled():
         return False
-    if options["bias"] is not None or options["sequence_parallel"]:
+    return can_add_product(weight, options)
+
+
+def can_add_product(weight: Any, options: dict[str, Any]) -> bool:
+    """Return whether the gradient of a layer's weight is added to `main_grad` with `add_product_`.
+
+    Args:
+        options: arguments of `_forward_impl`.
+    """
+    if not (options["gradient_accumulation_fusion"] and weight.requires_grad):
         return False
     return weight.dtype == weight.main_grad.dtype or (weight.is_cuda and sums_products_in_float32(weight.dtype))
 

@@ -135,7 +135,7 @@ class LayerSpeed:
     def _tensor_collective(self, low: LowPrecision | None = None) -> float:
         """Return the seconds of a gather or reduce-scatter of a layer's states over tensor-parallel ranks."""
         itemsize: float = self.rank.itemsize
-        if low:
+        if low and not low.is_local:
             itemsize = low.quantized.copy
         num_bytes = self.rank.tokens * self.architecture.outside.hidden * itemsize
         return collective_seconds(self.gpu, self.rank.tp, 1, num_bytes)
@@ -144,7 +144,7 @@ class LayerSpeed:
         """Return the seconds of gathering the inputs of `products`, which belong to one half (attention or MLP) of a
         layer.
 
-        With low precision, the inputs are quantized before they are gathered.
+        With Transformer Engine's low precision, the inputs are quantized before they are gathered.
         """
         if not self.rank.sequence_parallel:
             return self._tensor_collective()

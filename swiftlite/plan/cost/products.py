@@ -52,18 +52,23 @@ class Product:
         """Return the seconds to compute the gradients of inputs and, if `learns`, also the gradients of weights."""
         seconds = self._seconds(gpu, self.tokens, self.size_in, self.size_out) + self._stacking(gpu)
         if learns:
-            seconds += self._seconds(gpu, self.size_out, self.size_in, self.tokens)
+            of_weights = self
+            if self.low and self.low.is_local:
+                of_weights = dataclasses.replace(self, low=None)
+            seconds += of_weights._seconds(gpu, self.size_out, self.size_in, self.tokens)
         return seconds
 
     def quantizing(self) -> tuple[float, float]:
         """Return the bytes moved to quantize the inputs in the forward pass, and the gradients in the backward pass.
 
-        Weights are quantized once per step; only weights of experts are quantized in each pass (`model/layers/te.py`).
+        Weights are quantized once per step; only weights of experts (`model/layers/te.py`) and of torch's products are
+        quantized in each pass.
         """
         if self.low is None:
             return 0, 0
-        forward = self.number * self.tokens_in * self.size_in + self.is_expert * self.weights
-        return self.low.moved * forward, self.low.moved * self.number * self.tokens_out * self.size_out
+        forward = self.number * self.tokens_in * self.size_in + (self.is_expert or self.low.is_local) * self.weights
+        backward = self.number * self.tokens_out * self.size_out + self.low.is_local * self.weights
+        return self.low.moved * forward, self.low.moved * backward
 
     def _stacking(self, gpu: Gpu) -> float:
         if not self.is_grouped:
@@ -89,7 +94,7 @@ def products_of(
     """Yield the matrix products of a decoder layer on a rank. Every expert has the same number of tokens.
 
     Args:
-        low: precision of the products that support it, including grouped experts.
+        low: precision of the products that support it, including grouped experts with Transformer Engine.
     """
     experts = layer.mlp.experts
     for name, size_out, size_in in layer.matrices:
@@ -108,7 +113,7 @@ def products_of(
         is_expert, is_grouped = ".local_experts." in name, has_grouped_experts and number > 1
         module = _recompute_module(layer, name)
         product = Product(tokens, size_out, size_in, module, number, is_grouped, stack_bytes, is_expert)
-        if low and takes_low_precision(name) and (has_grouped_experts or not is_expert):
+        if low and takes_low_precision(name) and (not is_expert or (has_grouped_experts and not low.is_local)):
             product = in_low_precision(product, low, rank, is_split_by_columns(name))
         yield product
 
@@ -129,7 +134,7 @@ def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_b
         is_split_by_columns: whether tensor-parallel ranks split the product's input instead of its output.
     """
     here = there = product.tokens
-    if not product.is_expert:
+    if not product.is_expert and not low.is_local:  # torch's products gather unquantized tensors
         there = float(rank.sequence_tokens)
     if is_split_by_columns:
         return dataclasses.replace(product, low=low, tokens_in=here, tokens_out=there)

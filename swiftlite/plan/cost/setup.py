@@ -187,10 +187,10 @@ def rank_of(architecture: Architecture, setup: Setup) -> Rank:
 def low_rank_of(rank: Rank, setup: Setup) -> Rank:
     """Return the settings of a rank for layers whose products have 8 or 4 bits.
 
-    Without low precision, return `rank`.
+    Without low precision, return `rank`, and also with torch's products, for which unquantized inputs are stored.
     """
     low = setup.low_precision
-    if low is None:
+    if low is None or low.is_local:
         return rank
     return dataclasses.replace(rank, quantized=low.quantized)
 

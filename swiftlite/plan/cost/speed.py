@@ -216,7 +216,7 @@ class Step:
     def _quantized_weights(self) -> Seconds:
         """Return the time to quantize weights, once per step."""
         low = self.setup.low_precision
-        if low is None:
+        if low is None or low.is_local:
             return Seconds()
         num_bytes = max(stage.quantized for stage in self.memory) / low.quantized.weights * low.moved
         return Seconds(elementwise=memory_seconds(self.gpu, num_bytes))
