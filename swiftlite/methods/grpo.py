@@ -3,7 +3,7 @@
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.methods.method import Lines, Method
-from swiftlite.rewards.settings import reward_names_of
+from swiftlite.methods.reward_names import reward_names_of
 
 
 def describe(args: GrpoArgs) -> Lines:

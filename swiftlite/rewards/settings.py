@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,18 +47,3 @@ def reward_settings_of(args: "GrpoArgs") -> RewardSettings:
         reward_servers=tuple(args.reward_server),
         trust_remote_code=args.trust_remote_code,
     )
-
-
-def reward_names_of(args: "GrpoArgs") -> list[str]:
-    """Return the names of the reward functions, then of the reward models, then of the servers."""
-    return [*args.reward_funcs, *map(name_of, args.reward_model), *map(name_of_server, args.reward_server)]
-
-
-def name_of(reward_model: str) -> str:
-    """Return the name of a reward model in metrics: the last part of its directory."""
-    return Path(reward_model).expanduser().absolute().name
-
-
-def name_of_server(url: str) -> str:
-    """Return the name of the reward model of a server in metrics: HOST:PORT, and a path if there is one."""
-    return url.partition("://")[2].rstrip("/")

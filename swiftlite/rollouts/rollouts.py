@@ -29,7 +29,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
-from swiftlite.rewards.settings import reward_names_of
+from swiftlite.methods.reward_names import reward_names_of
 from swiftlite.rollouts.ahead import DrawingAhead
 from swiftlite.rollouts.draw import Drawing
 from swiftlite.rollouts.engine import drafts, send_weights

@@ -20,10 +20,11 @@ from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import no_images_in
 from swiftlite.families.resolved import HfModel
+from swiftlite.methods.reward_names import reward_names_of
 from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import SCALES, AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
-from swiftlite.rewards.settings import reward_names_of, reward_settings_of
+from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rollouts.conversations import Conversations, EpisodeProcess
 from swiftlite.rollouts.draw import Drawing, columns_in, omitted_in
 from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from swiftlite.methods.reward_names import name_of_server
 from swiftlite.rewards.process import RewardProcess
-from swiftlite.rewards.settings import RewardSettings, name_of_server
+from swiftlite.rewards.settings import RewardSettings
 from tests.e2e.servers import running, wait_for_health
 from tests.train.reward_models import hf_scores, make_reward_model
 

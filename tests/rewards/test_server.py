@@ -10,8 +10,9 @@ import pytest
 from aiohttp import web
 
 from swiftlite.base.errors import UserError
+from swiftlite.methods.reward_names import name_of_server
 from swiftlite.rewards.process import RewardProcess
-from swiftlite.rewards.settings import RewardSettings, name_of_server
+from swiftlite.rewards.settings import RewardSettings
 from tests.engines.small_server import serving
 from tests.messages import mentions, naming
 

@@ -16,13 +16,14 @@ from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.methods.index import method_of
+from swiftlite.methods.reward_names import name_of, name_of_server, reward_names_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, mtp_init_of
 from swiftlite.plan.layout import choices
 from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.models import check_directory
-from swiftlite.rewards.settings import name_of, name_of_server, reward_names_of, reward_settings_of
+from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft, teacher
 
