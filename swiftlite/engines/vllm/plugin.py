@@ -28,12 +28,13 @@ from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts, postponed
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
-from swiftlite.families.serving.index import drafts_of_plugin
+from swiftlite.families.serving.index import drafts_of_plugin, model_types
 from swiftlite.families.serving.vllm import convention
 
 _MODELS, _IMAGE_MODELS = "swiftlite.engines.vllm.models", "swiftlite.engines.vllm.image_models"
 PLUGIN_DRAFTS = drafts_of_plugin(convention)
 """Conventions of the plugin's draft classes, by architecture of the trunk."""
+_MODEL_TYPES = model_types(convention)
 DRAFTS = {trunk: known.draft for trunk, known in PLUGIN_DRAFTS.items()}
 """Architecture of the trunk -> architecture of its draft. Both are classes of `_module_of` the trunk."""
 # architecture in vLLM -> class of _MODELS that corrects vLLM's
@@ -58,8 +59,7 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     at the top level of this module.
     """
     architecture = (hf_config.architectures or [""])[0]
-    if hf_config.model_type == "kimi_k2":  # vLLM has the class, but no branch for this name
-        hf_config.model_type = "deepseek_v3"
+    hf_config.model_type = _MODEL_TYPES.get(hf_config.model_type, hf_config.model_type)
     if architecture == "Step3p5ForCausalLM":
         return _with_windows_of_heads(_vllm_hf_config_override(hf_config))
     if architecture not in DRAFTS or not heads_of(hf_config).layers:

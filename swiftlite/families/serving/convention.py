@@ -70,6 +70,7 @@ class Convention:
         lacks_amx_int8: whether the engine's kernel for 8-bit integers on CPUs with AMX does not support the family.
         needs_gpu_backend: whether the engine refuses the family unless `attention_backend` has the name of a GPU's
             backend, also on a CPU.
+        model_type: the `model_type` for which the engine has the draft class; "": that of the family.
     """
 
     draft: str
@@ -85,6 +86,7 @@ class Convention:
     needs_torchvision: bool = False
     lacks_amx_int8: bool = False
     needs_gpu_backend: bool = False
+    model_type: str = ""
 
     def num_drafting(self, num_mtp_heads: int) -> int:
         """Return how many of a checkpoint's MTP heads draft."""

@@ -26,3 +26,9 @@ def drafts_of_plugin(convention: Callable[[Family], Convention | None]) -> dict[
     """
     found = filter(None, map(convention, FAMILIES.values()))
     return {known.classes.architecture: known for known in found if known.classes is not None}
+
+
+def model_types(convention: Callable[[Family], Convention | None]) -> dict[str, str]:
+    """Return the `model_type` for which an engine has the draft class, by the family's, where they differ."""
+    known = {name: convention(family) for name, family in FAMILIES.items()}
+    return {name: each.model_type for name, each in known.items() if each and each.model_type}

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,23 @@ def evaluate(directory: Path, *options: object) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess([], process.returncode, out, err)
 
 
-def own_run(model: Path, tasks: list[str], drafts: bool, engine: str, directory: Path) -> dict[str, Any]:
-    """Return the results of lm-eval's own command against `deploy`."""
+@contextmanager
+def deployed(model: Path, engine: str, log: Path) -> Iterator[str]:
+    """Yield the address of a server that `deploy` starts, which drafts."""
     url, port = free_url()
     options = {"infer_backend": engine, "torch_dtype": "float32", "max_model_len": 512, "port": port}
-    args = DeployArgs(model=str(model), speculative="mtp" if drafts else "none", **options)
+    args = DeployArgs(model=str(model), speculative="mtp", **options)
+    with serve(deploy.server_command(args, resolve(model)), url, log):
+        yield url
+
+
+def own_run(model: Path, tasks: list[str], url: str, directory: Path) -> dict[str, Any]:
+    """Return the results of lm-eval's own command against a server."""
     model_args = f"model=hf,base_url={url}/v1/completions,tokenizer={model},tokenizer_backend=huggingface"
     model_args += ",max_length=512"
     command = ["-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model_args, "--limit", "5"]
     command += ["--tasks", *tasks, "--include_path", str(TASKS), "--output_path", str(directory), "--log_samples"]
-    with serve(deploy.server_command(args, resolve(model)), url, directory.with_suffix(".log")):
-        subprocess.run([lm_eval.LM_EVAL.interpreter, *command], cwd=TASKS, check=True, capture_output=True)
+    subprocess.run([lm_eval.LM_EVAL.interpreter, *command], cwd=TASKS, check=True, capture_output=True)
     return read_lm_eval(directory)
 
 
@@ -95,13 +102,20 @@ def test_scores_are_those_of_lm_eval(models, tmp_path, engine):
     done = evaluate(tmp_path, *options)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "E" / "evaluation.json").read_text())
-    own = own_run(models / "hf", list(NAMES), True, engine, tmp_path / "own")
+    with deployed(models / "hf", engine, tmp_path / "own.log") as url:
+        own = own_run(models / "hf", list(NAMES), url, tmp_path / "own")
+        running = ["--server", url, "--num_concurrent", 3, "--output_dir", tmp_path / "S"]
+        on_server = evaluate(tmp_path, *OPTIONS[:-2], "--model", models / "hf", *running)
+    assert on_server.returncode == 0, on_server.stderr
+    of_server = json.loads((tmp_path / "S" / "evaluation.json").read_text())["model"]["tasks"]
     for task in NAMES:
         found = report["model"]["tasks"][task]
         for side in ("with_drafts", "without_drafts"):
             measured = found[side]["lm_eval"]["results"][task]
             assert measured == own["results"][task]
             assert found[side]["questions"] == 5
+        (measured,) = (found for side, found in of_server[task].items() if side.endswith("_drafts"))
+        assert measured["lm_eval"]["results"][task] == own["results"][task]
         assert found["equal_answers"] == 1.0
         assert {change["metric"] for change in found["change"]} == {"acc"}
         assert set(report["baseline"]["tasks"][task]) == {"without_drafts"}
