@@ -39,7 +39,7 @@ def broadcast_from_first_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor
 def all_reduce_sum(
     parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh, num_maxima: int = 0
 ) -> torch.Tensor:
-    """Sum the statistics of the micro-batches of all ranks; return the sum on the CPU of every rank.
+    """Sum the statistics of the micro-batches of all ranks; return the sum, float64, on the device of every rank.
 
     Args:
         parts: statistics of this rank's micro-batches on the last pipeline stage; empty on other stages.
@@ -55,7 +55,7 @@ def all_reduce_sum(
     if num_maxima:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.dp_cp)
         sums[-num_maxima:] = maxima
-    return broadcast_from_last_stage(sums, mesh).cpu()
+    return broadcast_from_last_stage(sums, mesh)
 
 
 def broadcast_from_mesh(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -67,6 +67,8 @@ def broadcast_from_mesh(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 def all_reduce_max(value: int, mesh: Mesh, group: dist.ProcessGroup | None = None) -> int:
     """Return the maximum of `value` over the ranks of the group (None: over all ranks of the job)."""
+    if dist.get_world_size(group) == 1:
+        return value  # without waiting for the device
     number = torch.tensor(value, device=mesh.device.torch_device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     return int(number)

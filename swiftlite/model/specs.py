@@ -46,6 +46,7 @@ from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
 from swiftlite.model.layers.norm import DeferredRMSNorm, FusedRMSNorm, SharedNorm
 from swiftlite.model.layers.output_norms import OutputNormsLayer
+from swiftlite.model.layers.residual import ResidualLayer, ResidualRMSNorm
 from swiftlite.model.layers.router import BiasedSoftmaxRouter, Float32Router, MoELayer, TopKRouter
 from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU, limited_swiglu
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
@@ -190,7 +191,7 @@ def attention_spec(attention: Attention, modules: Modules = LOCAL) -> ModuleSpec
 
 
 def decoder_layer_spec(
-    layer: Layer, modules: Modules = LOCAL, layer_class: type[TransformerLayer] = TransformerLayer
+    layer: Layer, modules: Modules = LOCAL, layer_class: type[TransformerLayer] = ResidualLayer
 ) -> ModuleSpec:
     """Return the spec of one decoder layer, with the kinds of attention and MLP that it names."""
     # Names in checkpoints as in megatron-core's specs, so that checkpoints are interchangeable. Other kinds of
@@ -208,6 +209,8 @@ def decoder_layer_spec(
     if layer.has_output_norms:
         layer_class, params = OutputNormsLayer, {"norm": modules.norm}
     norm = modules.norm if layer.has_input_norms else IdentityOp
+    if norm is FusedRMSNorm and not layer.has_output_norms and layer.residual_multiplier == 1:
+        norm = ResidualRMSNorm
     return ModuleSpec(
         module=layer_class,
         params=params,
@@ -252,7 +255,7 @@ def decoder_spec(
         has_deepstack: whether features of images are added to the outputs of the first layers.
         first_layer: number of decoder layers on earlier stages.
     """
-    layer_class = DeepstackLayer if has_deepstack else TransformerLayer
+    layer_class = DeepstackLayer if has_deepstack else ResidualLayer
     norm = modules.norm
     if config.mtp_num_layers and drafting.takes_before_norm:
         norm = modules.norm_returning_input
@@ -293,6 +296,7 @@ def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
     modules = replace(parts.modules, core_attention=parts.modules.draft_attention)
     block: Any = decoder_layer_spec(layer, modules)
     block.submodules.input_layernorm = ModuleSpec(module=PairNorm, params={"norm": modules.norm})
+    block.submodules.pre_mlp_layernorm = modules.norm
     block.submodules.self_attn_bda = add_to_state
     block.submodules.self_attention.params["input_size"] = 2 * layer.attention.hidden
     # Settings that families have and Llama does not: a scale of attention scores, and gates.

@@ -2,6 +2,7 @@
 
 import os
 import resource
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,28 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def start_copy_to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Start to copy tensors of one dtype and device to the host, all in one copy.
+
+    Returns:
+        A function that waits for this copy, but not for work that the device was given later, and returns the tensors
+            on the host.
+    """
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    copied, done = flat.to("cpu", non_blocking=True), None  # in pinned memory
+    if flat.is_cuda:
+        done = torch.cuda.Event()
+        done.record()
+
+    def wait() -> list[torch.Tensor]:
+        if done is not None:
+            done.synchronize()
+        parts = copied.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    return wait
 
 
 def current_device() -> Device:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.transformer import multi_latent_attention, transformer_block
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
@@ -103,6 +103,25 @@ def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[tor
         foreach._foreach_copy_(targets, foreach._foreach_mul(sources, scale))
 
 
+def copy_weights_together() -> None:
+    """Copy master weights to the model's weights in one kernel launch for many tensors.
+
+    optimizer/optimizer.py:93 launches a kernel per parameter, because Apex has no kernel for bfloat16.
+    """
+    optimizer._multi_tensor_copy_this_to_that = _copy  # type: ignore[assignment]
+
+
+def _copy(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: torch.Tensor | None = None) -> None:
+    """Copy the tensors of the first list to those of the second list.
+
+    Args:
+        overflow_buf: unused.
+    """
+    foreach: Any = torch
+    if this:
+        foreach._foreach_copy_(that, this)
+
+
 @contextmanager
 def lay_out(ranks: range) -> Iterator[None]:
     """Make initialize_model_parallel create groups only of these ranks, in this context.
@@ -136,3 +155,4 @@ def install() -> None:
     enable_block_recompute()
     skip_results_server()
     clip_gradients_together()
+    copy_weights_together()

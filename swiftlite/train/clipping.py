@@ -1,9 +1,8 @@
-"""Clip the gradients of the MTP heads by a separate norm, and check norms before the weights are updated.
+"""Clip gradients on the device, those of the MTP heads by a separate norm, and check norms before the update.
 
 With a common norm of trunk and heads, the large gradients of new heads would reduce the updates of the trunk.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, cast
@@ -11,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, ParamKey, clip_grads
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -37,69 +35,52 @@ def separate_head_groups(settings: Mapping[str, float] = {}) -> dict[ParamKey, P
     return {key: cast(ParamGroupOverride, {_OF_HEADS: True, **settings})}
 
 
-class CheckedOptimizer(ChainedOptimizer):
-    """An optimizer that updates nothing if a check of the gradients' norms fails.
+class ClippedOptimizer(ChainedOptimizer):
+    """An optimizer that clips gradients without waiting for their norms, which stay on the device.
 
-    `ChainedOptimizer.step` calls `get_grad_norm` before it clips, and `step_with_ready_grads` last. Before the latter
-    it has changed only gradients.
+    megatron-core's `ChainedOptimizer.step` reads the norm, so that the GPU is idle until the update is launched.
 
     Attributes:
         check: called with the norms before each update, by name as in the metrics; returns whether to update.
-        norms: the norms at the last step, before the gradients were clipped.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer):
-        """Wrap an optimizer."""
+    def __init__(self, optimizer: MegatronOptimizer, device: torch.device, mtp_clip_grad: float | None = None):
+        """Wrap an optimizer.
+
+        Args:
+            device: device of the gradients; required also on a rank without gradients.
+            mtp_clip_grad: maximum norm of the heads' gradients, whose groups were made with `separate_head_groups`; 0
+                disables clipping. None: trunk and heads have a common norm.
+        """
         optimizers = [optimizer]
         if isinstance(optimizer, ChainedOptimizer):
             optimizers = optimizer.chained_optimizers
         super().__init__(optimizers)
-        self.check: Callable[[Mapping[str, float]], bool] = lambda norms: True
-        self.norms: dict[str, float] = {}
-
-    def get_grad_norm(self) -> float:
-        norm = super().get_grad_norm()
-        self.norms = {"grad_norm": float(norm)}
-        return norm
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        return self.check(self.norms) and super().step_with_ready_grads()
-
-
-class SeparateClipping(CheckedOptimizer):
-    """An optimizer that clips the gradients of the trunk and of the MTP heads by separate norms."""
-
-    def __init__(self, optimizer: MegatronOptimizer, mtp_clip_grad: float, device: torch.device):
-        """Wrap an optimizer whose parameter groups were made with `separate_head_groups`.
-
-        Args:
-            mtp_clip_grad: maximum norm of the heads' gradients; 0 disables clipping.
-            device: device of the gradients; required also on a rank without gradients.
-        """
-        super().__init__(optimizer)
-        self.mtp_clip_grad = mtp_clip_grad
+        self.check: Callable[[Mapping[str, torch.Tensor]], bool] = lambda norms: True
         self.device = device
+        config: Any = self.config
+        self._clipped: dict[str, tuple[bool | None, float]] = {"grad_norm": (None, config.clip_grad)}
+        if mtp_clip_grad is not None:
+            self._clipped = {"grad_norm": (False, config.clip_grad), "mtp_grad_norm": (True, mtp_clip_grad)}
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Run one update like `ChainedOptimizer.step`, but clip the gradients of trunk and heads separately.
+    def step(self) -> tuple[bool, torch.Tensor | None, int | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run one update like `ChainedOptimizer.step`.
 
         Returns:
-            Whether parameters were updated, the norm of the trunk's gradients, and None.
+            Whether parameters were updated, the norm of the gradients, float64 (of the trunk's, if the heads have
+            another), and None.
         """
         if self.prepare_grads():
             return False, None, None
-        # One copy to the host for both norms, because each copy waits for the GPU.
-        squares = torch.stack([self._square(are_heads) for are_heads in (True, False)])
-        mtp_norm, trunk_norm = (math.sqrt(square) for square in squares.tolist())
-        self.norms = {"grad_norm": trunk_norm, "mtp_grad_norm": mtp_norm}
-        config: Any = self.config
-        self._clip(are_heads=True, largest=self.mtp_clip_grad, norm=mtp_norm)
-        self._clip(are_heads=False, largest=config.clip_grad, norm=trunk_norm)
-        return self.step_with_ready_grads(), trunk_norm, None
+        norms = {name: self._square(are_heads).sqrt() for name, (are_heads, _) in self._clipped.items()}
+        is_good = self.check(norms)
+        if is_good:
+            for name, (are_heads, largest) in self._clipped.items():
+                self._clip(are_heads, largest, norms[name])
+        return is_good and self.step_with_ready_grads(), norms["grad_norm"], None
 
-    def _square(self, are_heads: bool) -> torch.Tensor:
+    def _square(self, are_heads: bool | None) -> torch.Tensor:
         """Return the square of the gradients' norm over all ranks, a float64 scalar on the device."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self.chained_optimizers:
@@ -113,19 +94,25 @@ class SeparateClipping(CheckedOptimizer):
             square += local[0]
         return square
 
-    def _clip(self, *, are_heads: bool, largest: float, norm: float) -> None:
+    def _clip(self, are_heads: bool | None, largest: float, norm: torch.Tensor) -> None:
         """Scale gradients with the norm `norm` down to the norm `largest`. If `largest` is 0, clipping is disabled."""
-        if largest > 0:
-            for part in self.chained_optimizers:
-                clip_grad_by_total_norm_fp32(_parameters(part, are_heads), max_norm=largest, total_norm=norm)
+        factor = (largest / (norm + 1e-6)).clamp(max=1)  # as in megatron-core
+        # Reading the factor saves a pass over the gradients, but only on a CPU the host does not have to wait for it.
+        if not largest or (not factor.is_cuda and factor == 1):
+            return
+        parameters = chain.from_iterable(_parameters(part, are_heads) for part in self.chained_optimizers)
+        gradients: Any = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:  # none on a pipeline stage without such parameters
+            foreach: Any = torch  # torch's functions for lists of tensors have no types
+            foreach._foreach_mul_(gradients, factor.float())
 
 
-def _parameters(part: MegatronOptimizer, are_heads: bool) -> list[torch.Tensor]:
-    """Return the tensors of heads or trunk that the optimizer updates.
+def _parameters(part: MegatronOptimizer, are_heads: bool | None) -> list[torch.Tensor]:
+    """Return the tensors of heads or trunk (None: of both) that the optimizer updates.
 
     These are parameters, float32 copies of parameters, or flat shards of either.
     """
-    groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == are_heads]
+    groups = [group for group in part.param_groups if are_heads in (None, group.get(_OF_HEADS, False))]
     return list(chain.from_iterable(group["params"] for group in groups))
 
 

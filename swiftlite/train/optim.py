@@ -1,9 +1,11 @@
 """Create megatron-core's DDP wrappers, optimizer and learning-rate schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -23,10 +25,11 @@ from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.families.vision import is_aligner_parameter, is_vit_parameter
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.tensor_parallel import add_gradients_in_place
+from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.clipping import CheckedOptimizer, SeparateClipping, separate_head_groups
+from swiftlite.train.clipping import ClippedOptimizer, separate_head_groups
 from swiftlite.train.muon import Muon, matrices_of
 from swiftlite.train.offloaded_adamw import OffloadedAdamW
 
@@ -75,7 +78,7 @@ def wrap_model(
 
 def make_optimizer(
     args: SftArgs, plan: Plan, schedule: Schedule, model: Sequence[DistributedDataParallel], mesh: Mesh
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+) -> tuple[ClippedOptimizer, OptimizerParamScheduler]:
     """Create the optimizer and its learning-rate schedule, and connect both to the model's config."""
     optimizer = _optimizer(args, plan, model, mesh)
     no_sync = [chunk.no_sync for chunk in model]
@@ -85,11 +88,11 @@ def make_optimizer(
         if len(no_sync) > 1:
             # A list if there are virtual stages, unlike its annotation (schedules.py:858 of 0.16.1).
             chunk.config.no_sync_func = no_sync  # pyright: ignore[reportAttributeAccessIssue]
-        chunk.config.finalize_model_grads_func = finalize_model_grads
+        chunk.config.finalize_model_grads_func = partial(finalize_gradients, mesh=mesh)
     return optimizer, _learning_rate(args, plan, schedule, optimizer)
 
 
-def _optimizer(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> MegatronOptimizer:
+def _optimizer(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> ClippedOptimizer:
     """Create the optimizer. Biases and norms have no weight decay."""
     is_bfloat16 = args.torch_dtype == "bfloat16"
     config = OptimizerConfig(
@@ -141,11 +144,26 @@ def _optimizer(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParalle
         if isinstance(part.optimizer, torch.optim.Adam):  # or its subclass AdamW
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    if mtp_clip_grad is not None:
-        return SeparateClipping(optimizer, mtp_clip_grad, mesh.device.torch_device)
-    if args.skip_bad_steps:
-        return CheckedOptimizer(optimizer)
-    return optimizer
+    return ClippedOptimizer(optimizer, mesh.device.torch_device, mtp_clip_grad)
+
+
+def finalize_gradients(
+    model: Sequence[DistributedDataParallel], num_targets: torch.Tensor | None = None, *, mesh: Mesh, **options: Any
+) -> None:
+    """Complete the gradients of a step like megatron-core's `finalize_model_grads`, without waiting for the device.
+
+    megatron-core's function reads the number of targets, and divides by it unless it is 0.
+
+    Args:
+        num_targets: number of targets of this rank on the last pipeline stage. None: gradients are not divided.
+        options: further arguments of megatron-core's function.
+    """
+    finalize_model_grads(list(model), **options)
+    if num_targets is None:
+        return
+    dist.all_reduce(broadcast_from_last_stage(num_targets, mesh), group=mesh.dp_cp)
+    for chunk in model:
+        chunk.scale_gradients(1.0 / num_targets.clamp(min=1))  # pyright: ignore[reportArgumentType]: tensors are allowed
 
 
 def _head_learning_rate(args: SftArgs, plan: Plan) -> dict[str, float]:

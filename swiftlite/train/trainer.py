@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.base.errors import UserError
@@ -24,13 +23,13 @@ from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.decisions import record_decision
-from swiftlite.runtime.device import on_device
+from swiftlite.runtime.device import on_device, start_copy_to_host
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.bad_steps import FLAG, SUGGESTED_SIGMA, BadSteps, restoring_router_biases
 from swiftlite.train.best_model import BestModel
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.state import Consumed
-from swiftlite.train.clipping import CheckedOptimizer
+from swiftlite.train.clipping import ClippedOptimizer
 from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.metrics.step_clock import StepClock
 from swiftlite.train.metrics.stragglers import Stragglers
@@ -43,6 +42,21 @@ from swiftlite.train.stopping import Stopped, StopSignals
 GetBatches = Callable[[int], Sequence[Batch]]
 """A function that returns this rank's micro-batches of a step (counted from 0). All data-parallel ranks have the same
 number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Results of a step on the host.
+
+    Attributes:
+        sums: statistics of the objective, summed over all ranks.
+        sizes: the sum of `Trainer._sizes_of` over data-parallel ranks.
+        norms: norms of the gradients before they were clipped, by name as in the metrics.
+    """
+
+    sums: torch.Tensor
+    sizes: Sequence[int]
+    norms: Mapping[str, float]
 
 
 @dataclass
@@ -87,7 +101,7 @@ class Trainer:
     mesh: Mesh
     model: Sequence[DistributedDataParallel]
     objective: Objective
-    optimizer: MegatronOptimizer
+    optimizer: ClippedOptimizer
     scheduler: OptimizerParamScheduler
     plan: Plan
     schedule: Schedule
@@ -281,41 +295,52 @@ class Trainer:
                 sums = self._run(batches, objective, counts, forward_only=False)
             self.scheduler.step(increment=1)  # before the update, so that the first update has a learning rate above 0
             with self.clock.part("optimizer"):
-                norms = self._update(objective, sums)
-        num_samples, *sizes = self._sum_over_data_parallel(*self._sizes_of(batches))
-        # A GPU is still computing the update: without waiting, the time would be that of launching kernels.
-        self.mesh.device.synchronize()
+                wait = self._update(objective, sums, self._over_data_parallel(*self._sizes_of(batches)))
+        # The only time that the host waits for a GPU in most steps. The GPU still has the update to compute, while the
+        # host prepares the next step.
+        figures = wait()
         seconds = time.perf_counter() - start
         self.clock.finish_step(seconds)
-        metrics = objective.means(sums)
+        num_samples, *sizes = figures.sizes
+        metrics = objective.means(figures.sums)
         if self.model[0].config.moe_aux_loss_coeff:
             metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
-        metrics |= norms | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+        metrics |= figures.norms | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
         metrics |= self._speed(sizes, counts, seconds)
         self.consumed = self.consumed.and_also(tokens=sizes[0], samples=num_samples)
         metrics |= self.consumed.metrics()
         return self._checked(step, metrics)
 
-    def _update(self, objective: Objective, sums: torch.Tensor) -> dict[str, float]:
-        """Update the weights, unless the step is bad; return the norms of the gradients before they were clipped.
+    def _update(self, objective: Objective, sums: torch.Tensor, sizes: torch.Tensor) -> Callable[[], "Figures"]:
+        """Update the weights, unless the step is bad.
 
         Args:
             sums: statistics of the objective in this step.
-        """
-        if not isinstance(self.optimizer, CheckedOptimizer):
-            _, norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None
-            return {"grad_norm": float(norm or 0.0)}
+            sizes: the sum of `_sizes_of` over data-parallel ranks.
 
-        def is_good(norms: Mapping[str, float]) -> bool:
+        Returns:
+            A function that waits for the figures of this step, but not for the update.
+        """
+        waits: list[Callable[[], Figures]] = []
+
+        def is_good(norms: Mapping[str, torch.Tensor]) -> bool:
+            copy = start_copy_to_host([sums, sizes, *norms.values()])
+
+            def wait() -> Figures:
+                sums, sizes, *values = copy()
+                return Figures(sums, list(map(int, sizes.tolist())), dict(zip(norms, map(float, values), strict=True)))
+
+            waits.append(wait)
             if not self.bad_steps.sigma:  # reading the loss would wait for the GPU before the update is launched
                 return True
-            metrics = objective.means(sums)
+            figures = wait()
+            metrics = objective.means(figures.sums)
             loss = {name: metrics[name] for name in ("loss",) if name in metrics}
-            return self.bad_steps.is_good({**loss, **norms})
+            return self.bad_steps.is_good({**loss, **figures.norms})
 
         self.optimizer.check = is_good
         self.optimizer.step()
-        return self.optimizer.norms
+        return waits[0]
 
     def _sizes_of(self, batches: Sequence[Batch]) -> Iterator[int]:
         """Yield the number of samples of this rank's micro-batches, then their arguments of `count_flops` without the
@@ -411,7 +436,7 @@ class Trainer:
         objective = self._objective_for(self.eval_batches)
         with self.clock.between_steps("evaluation"), self.evaluating():
             counts = self._count_targets(self.eval_batches)
-            sums = self._run(self.eval_batches, objective, counts, forward_only=True)
+            sums = self._run(self.eval_batches, objective, counts, forward_only=True).cpu()
         return {f"eval_{name}": value for name, value in objective.means(sums).items()}
 
     def _objective_for(self, batches: Sequence[Batch]) -> Objective:
@@ -434,15 +459,20 @@ class Trainer:
                     chunk.train()
 
     def _count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Count the targets of the whole global batch, the same on every rank."""
-        counts = on_device(self.objective.count_targets(batches), self.mesh.device.torch_device)
+        """Count the targets of the whole global batch, the same on every rank, on the host."""
+        counts = self.objective.count_targets(batches)
+        if self.mesh.dp.size() == self.mesh.pp.size() == 1:
+            return counts  # without waiting for the device
+        counts = on_device(counts, self.mesh.device.torch_device)
         dist.all_reduce(counts, group=self.mesh.dp)
-        return broadcast_from_last_stage(counts, self.mesh)
+        return broadcast_from_last_stage(counts, self.mesh).cpu()
 
     def _run(
         self, batches: Sequence[Batch], objective: Objective, counts: torch.Tensor, *, forward_only: bool
     ) -> torch.Tensor:
-        """Run all micro-batches of a global batch through the model; return statistics summed over all ranks."""
+        """Run all micro-batches of a global batch through the model; return statistics summed over all ranks, on the
+        device.
+        """
         parts = []
         if batches:
             forward_step = objective.make_forward_step(counts, self.mesh)
@@ -450,10 +480,14 @@ class Trainer:
         return all_reduce_sum(parts, objective.sums_shape, self.mesh, getattr(objective, "num_maxima", 0))
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
+        return list(map(int, self._over_data_parallel(*values).tolist()))
+
+    def _over_data_parallel(self, *values: int) -> torch.Tensor:
+        """Return the sums of integers over data-parallel ranks, float64, on the device."""
         # The FLOPs of a step can exceed int64. Integers up to 2^53 are exact in float64.
         total = on_device(torch.tensor(values, dtype=torch.float64), self.mesh.device.torch_device)
         dist.all_reduce(total, group=self.mesh.dp)
-        return list(map(int, total.tolist()))
+        return total
 
     def summarize(self, figures: Mapping[str, float]) -> None:
         """Send the summary of the run to all metric loggers."""

@@ -166,6 +166,9 @@ class _Fused(torch.autograd.Function):
         with RECORDER.one_kernel(f"{ctx.name} backward"):
             outputs, grads = zip(*of_outputs, strict=True)
             found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
+            # With the strides of the inputs, like those of the kernels (`empty_like` in flash_api.cpp).
+            pairs = zip(wanted, found, strict=True)
+            found = [grad if grad is None else torch.empty_like(like).copy_(grad) for like, grad in pairs]
         of_inputs = dict(zip(map(id, wanted), found, strict=True))
         return None, None, *(of_inputs.get(id(given)) for given in ctx.inputs)
 
@@ -204,7 +207,11 @@ def answer_for_the_driver() -> None:
 
 
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Compute attention, counted as one kernel per direction, in float32 with one rounding."""
+    """Compute attention, counted as one kernel per direction, in float32 with one rounding.
+
+    The result has the strides of the query, as those of FlashAttention (`empty_like` in flash_api.cpp) and cuDNN
+    (`alloc_with_matching_layout` in MHA.cpp).
+    """
     repeats = query.size(1) // key.size(1) if enable_gqa else 1
 
     def compute(query, key, value, *mask):
@@ -212,7 +219,7 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         wide = [given.to(torch.promote_types(query.dtype, torch.float32)) for given in (query, key, value)]
         out = _sdpa(*wide, mask[0] if mask else None, dropout_p, is_causal, scale=scale)  # type: ignore[call-arg]
-        return out.to(query.dtype)
+        return torch.empty_like(query).copy_(out)
 
     mask = () if attn_mask is None else (attn_mask,)
     return fused(compute, "scaled_dot_product_attention")(query, key, value, *mask)

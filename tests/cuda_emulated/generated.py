@@ -112,7 +112,7 @@ def main() -> None:
     torch.compile = generating  # type: ignore[assignment]
 
     from swiftlite.model.attention import rope
-    from swiftlite.model.layers import fp8, norm
+    from swiftlite.model.layers import fp8, norm, residual
 
     def unmarked(*args: torch.Tensor) -> torch.Tensor:
         return rope.rotate(*args)
@@ -125,6 +125,12 @@ def main() -> None:
     rope.fused_norm_and_rotate(heads, weight, turns, 1e-6, False)
     norm.fused_zero_centered_norm(torch.empty(24, 2, 512, dtype=torch.bfloat16), torch.empty(512), 1e-6)
     fp8.fused_quantize_rows(torch.empty(48, 512, dtype=torch.bfloat16), torch.float8_e4m3fn)
+    hidden = torch.empty(24, 2, 512, dtype=torch.bfloat16)
+    weight = torch.empty(512, dtype=torch.bfloat16)
+    residual.fused_norm(hidden, weight, 1e-6, False)
+    residual.fused_add_and_norm(hidden, hidden.clone(), weight, 1e-6, False)
+    gradients = hidden.clone(), hidden.clone()
+    residual.fused_norm_backward(*gradients, hidden, weight, 1e-6, False, True)
     torch.compile(unmarked, dynamic=True)(heads.clone(), turns.clone())
     print(json.dumps(SOURCES))
 

@@ -43,6 +43,7 @@ class Recorder:
 
     Attributes:
         steps: number of optimizer steps.
+        borders: number of launches in the region "border", by step.
         micro_batches: number of forward passes of a model inside of steps.
         launches: number of operations that would be kernels, by region.
         kernels: the same by operation, without the region "border".
@@ -51,6 +52,7 @@ class Recorder:
     events: Counter[Event] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
+    borders: list[int] = field(default_factory=list)
     steps: int = 0
     micro_batches: int = 0
     is_in_step: bool = False

@@ -98,6 +98,7 @@ def run(kind: Any, directory: Path, name: str, is_device: bool) -> dict[str, Any
         "metrics": [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [],
         "events": [vars(event) | {"count": count} for event, count in RECORDER.events.items()],
         "steps": RECORDER.steps,
+        "borders": RECORDER.borders,
         "micro_batches": RECORDER.micro_batches,
         "launches": dict(RECORDER.launches),
         "kernels": dict(RECORDER.kernels),
@@ -122,6 +123,7 @@ def watch_steps() -> None:
         finally:
             RECORDER.is_in_step, RECORDER.layers, RECORDER.models = False, 0, 0
             RECORDER.steps += 1
+            RECORDER.borders.append(RECORDER.launches["border"] - sum(RECORDER.borders))
 
     Trainer.step = taken
 

@@ -14,6 +14,7 @@ from swiftlite.model.attention.attention import CoreAttention, offsets, slices_o
 from swiftlite.model.context_parallel import causal_segments, describe_packed
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers import norm as norm_module
+from swiftlite.model.layers import residual
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_attention import varlen
 from tests.model.test_distillation import make_batch
@@ -99,21 +100,22 @@ def layer_traffic() -> int:
     matrices = [(HIDDEN, QUERIES + 2 * KEYS), (QUERIES, HIDDEN), (HIDDEN, 2 * FFN), (FFN, HIDDEN)]
     # A product, the gradient of its input, and of its weight: each reads two of the three and writes the third.
     products = sum(3 * (TOKENS * (size_in + size_out) + size_in * size_out) for size_in, size_out in matrices)
-    # Of states twice: 2 forward and 3 backward, with their weights.
-    norms = 5 * TOKENS * 2 * HIDDEN + 3 * 2 * HIDDEN
+    # Norms with residual connections: the second one also reads what is added and writes the sum. Backward, each reads
+    # two gradients and the states, and writes one. Their weights are read both ways and get a gradient.
+    norms = (2 + 4 + 2 * 4) * TOKENS * HIDDEN + 3 * 2 * HIDDEN
     activation = (3 + 5) * TOKENS * FFN
     attention = TOKENS * (2 * QUERIES + 2 * KEYS) + TOKENS * (3 * QUERIES + 4 * KEYS)
     # Norm and rotation of queries and keys: in and out, both ways, each time with cosines, sines and the norm's weight,
     # which gets a gradient; what went in counts backward as well.
     rotations = (4 + 1) * TOKENS * (QUERIES + KEYS) + 4 * TOKENS * 2 * HEAD + 3 * 2 * HEAD
-    # Two sums forward; backward two of the gradients of what went both ways. Those of queries, keys, values are joined.
-    sums = 4 * 3 * TOKENS * HIDDEN + 2 * TOKENS * (QUERIES + 2 * KEYS)
+    # The output of the MLP is added. Gradients of queries, keys and values are joined.
+    sums = 3 * TOKENS * HIDDEN + 2 * TOKENS * (QUERIES + 2 * KEYS)
     return SIZE * (products + norms + activation + attention + rotations + sums)
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_layer_moves_no_more_bytes_than_its_parts_need(is_fused, load, monkeypatch):
-    """The ratio of moved to required bytes was 1.0001 with fused kernels and 1.86 without.
+    """The ratio of moved to required bytes was 1.0001 with fused kernels and 1.93 without.
 
     One additional pass over the hidden states would add 0.013 to the ratio.
     """
@@ -130,7 +132,7 @@ def test_a_layer_moves_no_more_bytes_than_its_parts_need(is_fused, load, monkeyp
             run(model, packed=True).backward()
         moved.append(sum(traffic.bytes.values()))
     ratio = (moved[1] - moved[0]) / 2 / layer_traffic()
-    low, high = (1, 1.001) if is_fused else (1.8, 1.9)
+    low, high = (1, 1.001) if is_fused else (1.88, 1.98)
     assert low <= ratio < high
 
 
@@ -144,6 +146,8 @@ def as_on_a_gpu(traffic: Traffic, patches: pytest.MonkeyPatch) -> None:
 
     patches.setattr(norm_module, "F", SimpleNamespace(rms_norm=rms_norm))
     patches.setattr(mlp, "bias_swiglu_impl", lambda gate_up, *options: activation(gate_up))
+    for name in ("fused_norm", "fused_add_and_norm", "fused_norm_backward"):
+        patches.setattr(residual, name, traffic.without_gradient(getattr(residual, name.removeprefix("fused_"))))
     patches.setattr(self_attention, "fused_norm_and_rotate", traffic.kernel(rope.norm_and_rotate))
 
 

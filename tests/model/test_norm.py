@@ -5,6 +5,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.layers.norm import FusedRMSNorm, RMSNorm
+from swiftlite.model.layers.residual import ResidualRMSNorm
 
 SIZE = 300  # not a power of 2
 
@@ -59,3 +60,30 @@ def test_gradients_of_the_fused_norm(is_zero_centered):
     expected = torch.autograd.grad(exact_norm(wide, weight + is_zero_centered), (wide, weight), upstream.double())
     for ours, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()) * 10)
+
+
+@pytest.mark.parametrize("is_zero_centered", [False, True])
+@pytest.mark.parametrize("learns_weight", [False, True])
+def test_a_norm_with_its_residual_connection(is_zero_centered, learns_weight):
+    """Sum, norm and gradients equal those of separate operations, in float64."""
+    config = TransformerConfig(num_layers=1, hidden_size=SIZE, num_attention_heads=4, params_dtype=torch.bfloat16)
+    config.layernorm_zero_centered_gamma = is_zero_centered
+    norm = ResidualRMSNorm(config, SIZE)
+    norm.weight.data = torch.randn(SIZE) * 0.05 + 1
+    norm.weight.requires_grad_(learns_weight)
+    hidden, added = (torch.randn(7, 3, SIZE, requires_grad=True) for _ in range(2))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, added, norm.weight)]
+    for first in (hidden, None):  # the norm before attention adds nothing
+        inputs, exact_inputs = [added, norm.weight][: 1 + learns_weight], wide[1 : 2 + learns_weight]
+        found = norm(added) if first is None else norm(first, added)
+        total = wide[1]
+        if first is not None:
+            inputs, exact_inputs, total = [hidden, *inputs], [wide[0], *exact_inputs], wide[0] + wide[1]
+        expected = total * 1.0, exact_norm(total, wide[2] + is_zero_centered)
+        upstream = [torch.randn(7, 3, SIZE) for _ in range(2)]
+        found += torch.autograd.grad(found, inputs, upstream)
+        expected += torch.autograd.grad(expected, exact_inputs, [tensor.double() for tensor in upstream])
+        assert len(found) == len(expected)
+        for ours, exact in zip(found, expected, strict=True):
+            # Sums of 300 channels or 21 tokens in float32.
+            torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-5 * float(exact.detach().abs().max()))

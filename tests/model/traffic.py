@@ -52,6 +52,17 @@ class Traffic(TorchDispatchMode):
 
         return one
 
+    def without_gradient(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same function, counted as one operation. Autograd does not differentiate it."""
+
+        def one(*args: Any) -> Any:
+            with self.uncounted():
+                out = function(*args)
+            self.add("kernel", _tensors(args), _tensors(out))
+            return out
+
+        return one
+
     @contextmanager
     def uncounted(self):
         with _disable_current_modes():

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from swiftlite.model.layers.residual import ResidualLayer
 from swiftlite.model.loss.balance import RoutedTokens
 
 
@@ -26,7 +26,7 @@ class Deepstack:
     tokens: RoutedTokens | None
 
 
-class DeepstackLayer(TransformerLayer):
+class DeepstackLayer(ResidualLayer):
     """A decoder layer that adds features to its output.
 
     megatron-core passes the padding mask to every layer. Routers use no mask, so the argument is used for the features.

@@ -20,7 +20,8 @@ class StepClock:
     """The times of the parts of the current step, and the sums over all steps.
 
     Each part is a named range in profiles. On a CPU, the times are those of the host. On a GPU, they are the times
-    between CUDA events in the current stream, which are read after the step.
+    between CUDA events in the current stream, which are read after the step. The device is still working on the update
+    then, so the time of `optimizer` is that of the step before.
 
     Attributes:
         times: seconds of the last step, and of each part in `PARTS`, by name.
@@ -73,15 +74,19 @@ class StepClock:
             config.timers = None
 
     def finish_step(self, seconds: float) -> None:
-        """Compute the times of a step, whose work on the device is complete.
+        """Compute the times of a step. Work that the device has not completed counts for the next step.
 
         Args:
             seconds: time of the whole step.
         """
         self.times = {"step": seconds, **dict.fromkeys(PARTS, 0.0)}
+        unfinished = []
         for part, start, end in self._intervals:
-            self.times[part] += _seconds(start, end)
-        self._intervals.clear()
+            if isinstance(end, float) or end.query():
+                self.times[part] += _seconds(start, end)
+            else:
+                unfinished.append((part, start, end))
+        self._intervals = unfinished
         for part in PARTS:
             self.totals[part] += self.times[part]
         self.totals["other"] += seconds - sum(self.times[part] for part in PARTS)
