@@ -66,7 +66,10 @@ def broadcast_from_mesh(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def all_reduce_max(value: int, mesh: Mesh, group: dist.ProcessGroup | None = None) -> int:
-    """Return the maximum of `value` over the ranks of the group (None: over all ranks of the job)."""
+    """Return the maximum of `value` over the ranks of the group (None: over all ranks of the job). With
+    more than one rank, the host waits for the device."""
+    if dist.get_world_size(group) == 1:
+        return value
     number = torch.tensor(value, device=mesh.device.torch_device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     return int(number)
