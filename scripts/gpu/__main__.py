@@ -30,8 +30,9 @@ STAGES = {
     "engines": "a model with a head, trained, exported and served by every installed engine",
     "quantized": "that model quantized, served by vLLM and compared with its decoded weights",
     "live": "new weights into a running vLLM",
+    "drafts": "the speedup of drafts in vLLM by shape, draft tokens, acceptance and requests, with random weights",
 }
-NEEDS_ITS_TURN = ("speed",)
+NEEDS_ITS_TURN = ("speed", "drafts")
 """Stages that run only if --stages selects them, because they take too long."""
 
 
@@ -54,7 +55,7 @@ def main() -> int:
         "--cases",
         nargs="+",
         metavar="NAME",
-        help="families of logits, kinds, cases of speed, formats to run (default: all)",
+        help="families of logits, kinds, cases of speed and drafts, formats to run (default: all)",
     )
     parser.add_argument(
         "--output_dir", type=Path, default=Path("out/gpu"), help="directory of results and logs (default: out/gpu)"

@@ -19,6 +19,9 @@ layer, while a thread reads the next layer from the files:
     reads          2             3             4
 
 Two layers and the group's hidden states are in memory. Each group reads every layer once, so larger groups read less.
+On a GPU, the states of a micro-batch are copied from and to pinned memory while another micro-batch is computed, and
+the weights of the next layer while this one computes (`runtime/transfers.py`). The host waits once per layer, until the
+layer before is computed, so that memory does not fill with queued copies.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size.
 """
@@ -27,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +52,7 @@ from swiftlite.model.ranks import all_reduce_max
 from swiftlite.plan.trunk import Trunk
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.runtime.transfers import Event, Stored, Transfers
 
 HashTensor = Callable[[torch.Tensor], str]
 REUSED_GB = 2.0
@@ -63,12 +68,14 @@ class StreamedOutput:
     Attributes:
         batch: the micro-batch, as it was given.
         output: the trunk's output.
-        last_input_SBH: the input of the last decoder layer, on the host; None if it was not requested.
+        last_input_SBH: the input of the last decoder layer; None if it was not requested.
+        ends_group: whether the micro-batch is the last of its group.
     """
 
     batch: Batch
     output: TrunkOutput
     last_input_SBH: torch.Tensor | None
+    ends_group: bool = True
 
 
 class TrunkObserver(Protocol):
@@ -291,6 +298,7 @@ class StreamedTrunk:
         self._hf_model = hf_model
         self._mesh = mesh
         self._trunk = trunk
+        self._transfers = Transfers(mesh.device.torch_device)
         self._progress = _Progress(self.num_layers)
 
     @property
@@ -320,9 +328,7 @@ class StreamedTrunk:
         """Run micro-batches through the layers, and their outputs through the heads."""
         unlabeled = map(_without_labels, on_this_rank(batches, mesh))
         for streamed in self._outputs(unlabeled, with_last_input=True):
-            assert streamed.last_input_SBH is not None
-            last_input_SBH = self._on_device(streamed.last_input_SBH)
-            _run_heads(chunks[0], replace(streamed, last_input_SBH=last_input_SBH), observers)
+            _run_heads(chunks[0], streamed, observers)
 
     def _outputs(self, batches: Iterable[Batch], *, with_last_input: bool) -> Iterator[StreamedOutput]:
         """Yield the trunk's output for each micro-batch, in order; collective.
@@ -364,60 +370,65 @@ class StreamedTrunk:
 
     @torch.no_grad()
     def _group_outputs(self, group: Sequence[Batch], with_last_input: bool) -> Iterator[StreamedOutput]:
-        states_SBH: list[torch.Tensor] = []
-        tower_outputs: list[torch.Tensor | None] = []
+        store, fetch = self._transfers.store, self._transfers.fetch
+        states_SBH: list[Stored] = []
+        tower_outputs: list[Stored] = []
         for batch in group:
             embeddings_SBH, outputs = self._model.streamed_input(ModelInputs.of(batch))
-            states_SBH.append(embeddings_SBH.cpu())
-            tower_outputs.append(None if outputs is None else outputs.cpu())
-        last_inputs_SBH: list[torch.Tensor | None] = [None] * len(group)
-        features_SBH: list[list[torch.Tensor]] = [[] for _ in group]
+            states_SBH.append(store(embeddings_SBH))
+            if outputs is not None:
+                tower_outputs.append(store(outputs))
+        last_inputs_SBH: list[Stored] = []
+        features_SBH: list[list[Stored]] = []
+        computed: list[Event | None] = []
 
-        def run_group(number: int, layer: nn.Module) -> None:
-            if number in self._model.heads.features:
-                for kept_SBH, hidden_SBH in zip(features_SBH, states_SBH, strict=True):
-                    kept_SBH.append(hidden_SBH)
-            if with_last_input and number == self.num_layers - 1:
+        def run_group(number: int, read: _ReadLayer) -> None:
+            self._transfers.fill(read.pairs, read.free)
+            is_feature = number in self._model.heads.features
+            is_last_input = with_last_input and number == self.num_layers - 1
+            if is_feature:
+                features_SBH.append(states_SBH.copy())
+            if is_last_input:
                 last_inputs_SBH[:] = states_SBH
-            for index, batch in enumerate(group):
-                states_SBH[index] = self._run(layer, states_SBH[index], batch)
+            for index, (batch, hidden_SBH) in enumerate(zip(group, fetch(states_SBH), strict=True)):
+                place = None if is_feature or is_last_input else states_SBH[index]
+                states_SBH[index] = store(self._run(read.layer, hidden_SBH, batch), place)
+            computed.append(self._transfers.mark())
+            if number and (layer_before := computed[number - 1]):
+                layer_before.synchronize()
             self._progress.show(number + 1, f"computed for a group of {len(group)} micro-batches")
 
         self._for_each_layer(run_group)
-        for index, batch in enumerate(group):
-            outputs = tower_outputs[index]
-            if outputs is not None:
-                outputs = self._on_device(outputs)
-            hidden_SBH = self._on_device(states_SBH[index])
-            features = [self._on_device(each_SBH) for each_SBH in features_SBH[index]]
+        kept = [states_SBH, tower_outputs, last_inputs_SBH, *features_SBH]
+        on_device: list[Iterator[Any]] = [fetch(each) if each else repeat(None) for each in kept]
+        for index, batch in enumerate(group, 1):
+            hidden_SBH, outputs, last_input_SBH, *features = map(next, on_device)
             output = self._model.streamed_output(hidden_SBH, batch.labels_KBS[0], outputs, features)
-            yield StreamedOutput(batch, output, last_inputs_SBH[index])
+            yield StreamedOutput(batch, output, last_input_SBH, ends_group=index == len(group))
 
     def _run(self, layer: nn.Module, hidden_SBH: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return a layer's output for a micro-batch, on the host."""
+        """Return a layer's output for a micro-batch."""
         inputs = ModelInputs.of(batch)
         rotary_emb = self._model.rotary_emb(inputs)
-        return self._block.run_layer(layer, self._on_device(hidden_SBH), rotary_emb, inputs.packed_seq_params).cpu()
-
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return on_device(tensor, self._mesh.device.torch_device)
+        return self._block.run_layer(layer, hidden_SBH, rotary_emb, inputs.packed_seq_params)
 
     def hashes(self, hash_tensor: HashTensor) -> dict[str, str]:
         """Read all layers once; return the hash of each parameter by its name in a model that has all layers."""
         found = {}
 
-        def hash_layer(number: int, layer: nn.Module) -> None:
-            for name, parameter in layer.named_parameters():
-                found[f"decoder.layers.{number}.{name}"] = hash_tensor(parameter)
+        def hash_layer(number: int, read: _ReadLayer) -> None:
+            contents = {tensor.data_ptr(): content for tensor, content in read.pairs}
+            for name, parameter in read.layer.named_parameters():
+                found[f"decoder.layers.{number}.{name}"] = hash_tensor(contents[parameter.data_ptr()])
             self._progress.show(number + 1, "hashed")
 
         self._for_each_layer(hash_layer)
         return found
 
-    def _for_each_layer(self, use: Callable[[int, nn.Module], None]) -> None:
-        """Call `use` with the number (from 0) and the module of each layer, while a thread reads the next layer.
+    def _for_each_layer(self, use: Callable[[int, "_ReadLayer"], None]) -> None:
+        """Call `use` with the number (from 0) and the content of each layer, while a thread reads the next layer.
 
-        `use` must not keep a reference to the module, so that its memory is freed. A generator would not free it: the
+        `use` must not keep a reference to the layer, so that its memory is freed. A generator would not free it: the
         loop of the caller refers to a layer until it gets the next one.
         """
         hf_model = self._hf_model
@@ -427,23 +438,50 @@ class StreamedTrunk:
         ):
             reading = self._start_reading(0, files, reader)
             for number in range(self.num_layers):
-                layer = reading.result()
+                read = reading.result()
                 if number + 1 < self.num_layers:
                     reading = self._start_reading(number + 1, files, reader)
-                use(number, layer)
+                use(number, read)
 
-    def _start_reading(self, number: int, files: DecoderLayers, reader: ThreadPoolExecutor) -> "Future[nn.Module]":
-        """Build a layer, and start a thread that fills it."""
+    def _start_reading(self, number: int, files: DecoderLayers, reader: ThreadPoolExecutor) -> "Future[_ReadLayer]":
+        """Build a layer, and start a thread that reads its weights."""
         with self._mesh.active():
-            layer = self._block.build_layer(number).to(self._mesh.device.torch_device)
+            layer = _allocated(self._block.build_layer(number), self._mesh.device.torch_device)
         layer.requires_grad_(False)  # as in a trunk in memory: linear layers with frozen weights use another function
         layer.train(self._model.training)
         self._block.layers = nn.ModuleList([layer])  # so that the bridge finds its parameters
-        bindings = files.bind(self._model, number)
+        bindings, pairs = [], []
+        for binding in files.bind(self._model, number):
+            content = self._transfers.staged(binding.shard.tensor)
+            pairs.append((binding.shard.tensor, content))
+            bindings.append(replace(binding, shard=replace(binding.shard, tensor=content)))
         self._block.layers = nn.ModuleList()
-        return reader.submit(_fill, files, layer, bindings)
+        return reader.submit(_read, files, bindings, _ReadLayer(layer, pairs, self._transfers.mark()))
 
 
-def _fill(files: DecoderLayers, layer: nn.Module, bindings: Sequence[Binding]) -> nn.Module:
+@dataclass(frozen=True)
+class _ReadLayer:
+    """A decoder layer and its weights.
+
+    Attributes:
+        layer: the layer. On a GPU, `Transfers.fill` fills it.
+        pairs: each parameter on the device, and its content on the host; on a CPU they are the same tensor.
+        free: event after the computations with other layers that had the same memory; None on a CPU.
+    """
+
+    layer: nn.Module
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    free: Event | None
+
+
+def _allocated(layer: nn.Module, device: torch.device) -> nn.Module:
+    """Move a layer to a device without copying its parameters, which have no content yet."""
+    for parameter in layer.parameters():
+        if parameter.device != device:
+            parameter.data = torch.empty_like(parameter, device=device)
+    return layer.to(device)
+
+
+def _read(files: DecoderLayers, bindings: Sequence[Binding], read: _ReadLayer) -> _ReadLayer:
     files.read(bindings)
-    return layer
+    return read

@@ -119,7 +119,7 @@ class HiddenStateCache:
         if output is None:
             output = bare.trunk_output(ModelInputs.of(batch), batch.labels_KBS[0])
         if state != WHOLE:
-            self._add(key, output)
+            self._add({key: _tensors_of(output)})
         return output
 
     def fill(self, batches: Batches, rows: SampleRows, held_out: SampleRows) -> None:
@@ -133,10 +133,14 @@ class HiddenStateCache:
         Raises:
             UserError: a layer cannot be read, or a file cannot be written.
         """
+        on_host: dict[bytes, dict[str, torch.Tensor]] = {}
         for streamed in self.trunk.outputs_before_steps(self._missing(batches, rows, held_out)):
             key = self._key(streamed.batch)
             if key not in self._records:  # another rank lacks it
-                self._add(key, streamed.output)
+                on_host[key] = _tensors_of(streamed.output)
+            if streamed.ends_group:
+                self._add(on_host)
+                on_host.clear()
         dist.barrier()
 
     def _missing(self, batches: Batches, rows: SampleRows, held_out: SampleRows) -> Iterator[Batch]:
@@ -170,8 +174,8 @@ class HiddenStateCache:
         # Not after a step: the files stay repaired if the run repeats its steps.
         record_decision(self.run, 0, "damaged_cache", f"{FLAG} {self.directory}: damaged states are computed again")
 
-    def _add(self, key: bytes, output: TrunkOutput) -> None:
-        """Write the output for a micro-batch.
+    def _add(self, outputs: Mapping[bytes, Mapping[str, torch.Tensor]]) -> None:
+        """Write the outputs for micro-batches, after waiting for their copies to the host.
 
         Data-parallel ranks may write equal micro-batches of a step: padding, or rows that occur twice.
 
@@ -180,16 +184,10 @@ class HiddenStateCache:
         """
         if self.mesh.tp.rank() != self._tp_rank:
             return
-        tensors = {
-            "states_SBH": output.states.to_wire(),
-            "loss_BS": output.loss.loss_BS,
-            "prediction_BS": output.loss.prediction_BS,
-        }
-        if output.tower_outputs is not None:
-            tensors["tower_outputs"] = output.tower_outputs
-        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        self.mesh.device.synchronize()
         try:
-            self._records.add(key, content)
+            for key, tensors in outputs.items():
+                self._records.add(key, save(dict(tensors)))
         except OSError as error:
             raise UserError(
                 f"{FLAG}: {self.directory} cannot be written: {error.strerror}", "free disk space, then use --resume"
@@ -210,6 +208,18 @@ class HiddenStateCache:
         for tensor in given:
             sha.update(f"{tuple(tensor.shape)} ".encode() + _bytes_of(tensor))
         return sha.digest()[:KEY_BYTES]
+
+
+def _tensors_of(output: TrunkOutput) -> dict[str, torch.Tensor]:
+    """Return the tensors of a record, for which copies to the host are queued."""
+    tensors = {
+        "states_SBH": output.states.to_wire(),
+        "loss_BS": output.loss.loss_BS,
+        "prediction_BS": output.loss.prediction_BS,
+    }
+    if output.tower_outputs is not None:
+        tensors["tower_outputs"] = output.tower_outputs
+    return {name: tensor.detach().contiguous().to("cpu", non_blocking=True) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)

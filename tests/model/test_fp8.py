@@ -15,7 +15,13 @@ from swiftlite.train.optim import wrap_model
 from tests.tiny import make_tiny_hf
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 KINDS = {
     "rowwise": LowPrecision("hybrid", "rowwise", is_local=True),
     "tensorwise": LowPrecision("hybrid", "tensorwise", is_local=True),
@@ -26,7 +32,7 @@ KINDS = {
 @pytest.fixture(scope="module", params=["qwen3", "qwen2", "glm4_moe", "deepseek_v3"])
 def hf_model(request, tmp_path_factory):
     """Models with norms of queries and keys, with biases, with experts, and with latent attention."""
-    sizes = SIZES if request.param.startswith("qwen") else {"num_hidden_layers": 4}
+    sizes: dict[str, Any] = SIZES if request.param.startswith("qwen") else {"num_hidden_layers": 4}
     return resolve(make_tiny_hf(tmp_path_factory.mktemp("model"), request.param, depth=1, **sizes))
 
 
@@ -53,7 +59,9 @@ def test_every_layer_multiplies_decoded_factors(hf_model, mesh, kind):
     """Outputs and gradients of inputs are those of the decoded factors, gradients of weights those in bfloat16."""
     low, random = KINDS[kind], torch.Generator().manual_seed(0)
     model = open_with(hf_model, mesh, low).train()
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, fp8._Fp8Linear)}
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, fp8._Fp8Linear)
+    }
     assert {name.split(".")[2] for name in layers if name.startswith("decoder")} == {"1", "2"}
     for name, layer in layers.items():
         size_out, size_in = layer.weight.shape
@@ -61,6 +69,7 @@ def test_every_layer_multiplies_decoded_factors(hf_model, mesh, kind):
         gradient = 1e-4 * torch.randn(24, 2, size_out, generator=random).bfloat16()
         output, _ = layer(input)
         output.backward(gradient)
+        assert input.grad is not None
         weight = layer.weight.detach()
         expected = decoded(input.detach().flatten(0, 1), E4M3, low.recipe) @ decoded(weight, E4M3, low.recipe).t()
         if getattr(layer, "bias", None) is not None:

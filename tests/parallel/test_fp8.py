@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.low_precision import LowPrecision
@@ -42,7 +43,7 @@ def models(tmp_path_factory):
 def computed(request, models, tmp_path_factory) -> dict[str, Result]:
     """Compute the runs that the selected tests need."""
     root = tmp_path_factory.mktemp("runs")
-    needed = {*selected(request, "one"), *selected(request, "other")}
+    needed = {"bf16", *selected(request, "one"), *selected(request, "other")}
     groups: dict[int, dict[str, Job]] = {1: {}, 2: {}}
     for name, (family, num_processes, recipe, options) in RUNS.items():
         if name in needed:
@@ -86,14 +87,20 @@ def test_experts_on_two_ranks(computed, one, other):
     ],
 )
 def test_tensor_parallel_ranks_scale_their_part_of_a_sum(computed, one, other):
-    """A sum of which each rank has half has two scales where one process has one: as far as from bfloat16."""
-    expected, found = computed[one], computed[other]
+    """A sum of which each rank has half has two scales where one process has one: as far as from bfloat16.
+
+    A missing sum over ranks leaves about half of a gradient. Those of the norms of queries and keys are the noisiest.
+    """
+    expected, found, plain = computed[one], computed[other], computed["bf16"]
     assert losses(found)[0] == pytest.approx(losses(expected)[0], rel=1e-2)
     assert found.metrics[0]["grad_norm"] == pytest.approx(expected.metrics[0]["grad_norm"], rel=0.05)
     for key, gradient in expected.gradients.items():
-        # A missing sum over ranks leaves a half of a gradient or of a part of it.
-        distance = (found.gradients[key].double() - gradient.double()).norm() / gradient.double().norm()
-        assert distance < 0.2, key
+        noise = distance(gradient, plain.gradients[key])
+        assert distance(found.gradients[key], gradient) < 2 * noise + 0.02, (key, noise)
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,7 @@ def test_checkpoints_are_those_of_bfloat16(models, tmp_path):
 
     def job(name: str, steps: tuple[int, int], kernels: Kernels, resume: str = "", save: bool = False) -> Job:
         checkpoint = tmp_path / resume / "checkpoint-1" if resume else None
-        return Job(models["qwen3"], tmp_path / name, options, steps, checkpoint, kernels, save)
+        return Job(models["qwen3"], tmp_path / name, options, steps, checkpoint, kernels=kernels, save=save)
 
     both = {"low": low, "plain": Kernels()}
     parity.run(1, [job(name, (1, 1), kernels, save=True) for name, kernels in both.items()])

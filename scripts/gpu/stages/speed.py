@@ -233,6 +233,7 @@ CASES = (
     Case("1.7B, one head, flash", "1.7B", swiftlite, HEAD | {"attention_backend": "flash"}, rival=ONE_HEAD),
     # As other frameworks measure: an optimizer step for several micro-batches.
     Case("1.7B, one head, 4 micro-batches", "1.7B", partial(swiftlite, micro_batches=4), HEAD, rival=ONE_HEAD),
+    Case("1.7B, one head, FP8", "1.7B", swiftlite, HEAD | {"fp8_format": "hybrid"}, rival=ONE_HEAD),
     Case(PLAIN, "1.7B", plain),
     Case("1.7B, no head", "1.7B", swiftlite, ALONE, rival=PLAIN),
     Case("1.7B, plain loop, compiled", "1.7B", partial(plain, compiles=True), rival=PLAIN),

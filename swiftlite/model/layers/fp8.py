@@ -117,7 +117,7 @@ def product(left: torch.Tensor, right_NK: torch.Tensor, low: LowPrecision, is_gr
     quantize = fused_quantize_rows if is_rowwise else fused_quantize
     left_MK, left_scale = quantize(left.detach().flatten(0, -2), dtype)
     right_NK, right_scale = quantize(right_NK.detach(), torch.float8_e4m3fn)
-    product_MN = torch._scaled_mm(
+    product_MN = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         left_MK,
         right_NK.t(),
         left_scale,
