@@ -132,6 +132,7 @@ KINDS: dict[str, Kind] = {
     "dense 4 layers": device("deeper"),
     "dense float32": device("dense", FLOAT32),
     "dense, not fused": device("dense", "--fused_kernels none"),
+    "dense FP8": device("deeper", "--fp8_format hybrid"),
     "llama": exported("llama", "--mtp_num_layers 1 --mtp_init random"),
     "llama no head": exported("llama", "--mtp_num_layers 0 --clip_grad 0"),
     "qwen2 tied": exported("qwen2", NEW_HEAD),

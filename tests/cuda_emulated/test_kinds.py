@@ -30,6 +30,7 @@ pytestmark = [
 SLOW = (
     "dense float32",
     "dense, not fused",
+    "dense FP8",
     "plain text",
     "packed",
     "padding_free",
