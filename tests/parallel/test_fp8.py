@@ -70,6 +70,7 @@ def test_the_same_rows_make_the_same_bits(computed, one, other):
     assert losses(computed[other]) == losses(computed[one])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [("experts", "experts EP2")])
 def test_experts_on_two_ranks(computed, one, other):
     """An expert multiplies tokens of both ranks together, so gradients of its weights are rounded to bfloat16 once."""
@@ -121,6 +122,7 @@ def test_losses_are_near_those_of_bfloat16_and_not_the_same(computed, one, other
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [("rowwise", "LoRA")])
 def test_adapters_leave_the_products_of_their_layers_in_low_precision(computed, one, other):
     """Adapters initially add zero."""
