@@ -16,7 +16,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.transformer import multi_latent_attention, transformer_block
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from megatron.core.utils import local_multi_tensor_l2_norm
+
+STOCK_COPY = optimizer._multi_tensor_copy_this_to_that
 
 
 def define_te_general_gemm() -> None:
@@ -70,17 +72,14 @@ def skip_results_server() -> None:
     filesystem_async._results_queue = filesystem_async._results_queue or object()
 
 
-def clip_gradients_together() -> None:
-    """Compute the gradient norm and scale gradients with one kernel launch for many tensors.
+def compute_norm_together() -> None:
+    """Compute the gradient norm with one kernel launch for many tensors.
 
-    Without Transformer Engine and Apex, optimizer/clip_grads.py:127 and 175 call two functions at utils.py:1205 and
-    1215. The function for the norm waits for the GPU once per parameter (12,000 times per step with 48 layers of 128
-    experts). The function for scaling copies each gradient twice, in two launches.
+    Without Transformer Engine and Apex, `l2_norm_impl` of optimizer/clip_grads.py is a function at utils.py:1205, which
+    waits for the GPU once per parameter (12,000 times per step with 48 layers of 128 experts).
     """
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _l2_norm
-    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = _scale
 
 
 def _l2_norm(
@@ -89,18 +88,6 @@ def _l2_norm(
     """Return the norm of all tensors together, float32 [1] on their device."""
     (tensors,) = tensor_lists
     return torch.nn.utils.get_total_norm(tensors, foreach=True).reshape(1), None
-
-
-def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
-    """Set each tensor of the second list to the corresponding tensor of the first list multiplied by `scale`."""
-    foreach: Any = torch  # torch's functions for lists of tensors have no types
-    sources, targets = tensor_lists
-    if not sources:  # a pipeline stage without parameters of this clipping group
-        return
-    if sources is targets:
-        foreach._foreach_mul_(targets, scale)
-    else:
-        foreach._foreach_copy_(targets, foreach._foreach_mul(sources, scale))
 
 
 def copy_weights_together() -> None:
@@ -117,7 +104,7 @@ def _copy(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: torc
     Args:
         overflow_buf: unused.
     """
-    foreach: Any = torch
+    foreach: Any = torch  # torch's functions for lists of tensors have no types
     if this:
         foreach._foreach_copy_(that, this)
 
@@ -154,5 +141,5 @@ def install() -> None:
     ignore_mocked_te()
     enable_block_recompute()
     skip_results_server()
-    clip_gradients_together()
+    compute_norm_together()
     copy_weights_together()

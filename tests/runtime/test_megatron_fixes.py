@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from swiftlite.runtime import cpu, megatron_fixes
 
@@ -64,60 +63,26 @@ def test_a_block_recomputes_by_its_own_method(monkeypatch):
         module.checkpointed_forward(Block(), hidden_states=1)
 
 
-class CountsCopies(TorchDispatchMode):
-    """Counts results that are not arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_copies = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        known = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        self.num_copies += any(id(leaf) not in known for leaf in tree_leaves(result) if leaf is not None)
-        return result
+WITH_KERNELS = clip_grads.l2_norm_impl.__module__.startswith(("transformer", "apex"))
 
 
-WITH_KERNELS = clip_grads.multi_tensor_scale_impl.__module__.startswith(("transformer", "apex"))
+def test_master_weights_are_copied_together(monkeypatch):
+    def copy() -> tuple[list[torch.Tensor], int]:
+        masters = [torch.arange(n + 0.3) for n in range(1, 4)]
+        weights = [torch.zeros(len(master), dtype=torch.bfloat16) for master in masters]
+        with CountsOperations() as counted:
+            optimizer._multi_tensor_copy_this_to_that(masters, weights)
+        return weights, counted.num_operations
 
-
-@pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
-def test_gradients_are_clipped_without_a_copy(monkeypatch):
-    def clip() -> tuple[torch.Tensor, int]:
-        flag, gradient = torch.zeros(1), torch.arange(6.0)
-        gradients = [gradient]
-        with CountsCopies() as counted:
-            clip_grads.multi_tensor_scale_impl(0, flag, [gradients, gradients], 0.3)
-        return gradient, counted.num_copies
-
-    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
-    expected, num_copies = clip()
-    assert num_copies == 1
+    monkeypatch.setattr(optimizer, "_multi_tensor_copy_this_to_that", megatron_fixes.STOCK_COPY)
+    expected, num_operations = copy()
+    assert num_operations == 3
     megatron_fixes.install()
-    clipped, num_copies = clip()
-    assert num_copies == 0
-    assert torch.equal(clipped, expected)
-
-
-@pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
-def test_scaled_copies_are_rounded_once(monkeypatch):
-    sources = [torch.randn(7), torch.randn(3, 2)]
-    found = []
-    for scale in (local_multi_tensor_scale, megatron_fixes._scale):
-        targets = [torch.empty_like(source, dtype=torch.bfloat16) for source in sources]
-        scale(0, torch.zeros(1), [sources, targets], 0.3)
-        found.append(targets)
-    for ours, stock in zip(*found, strict=True):
+    weights, num_operations = copy()
+    assert num_operations == 1
+    for ours, stock in zip(weights, expected, strict=True):
         assert torch.equal(ours, stock)
-
-
-@pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
-def test_a_stage_without_gradients_scales_none():
-    """A pipeline stage without heads takes part if heads are clipped separately."""
-    megatron_fixes.install()
-    none: list[torch.Tensor] = []
-    for lists in ([none, none], [[], []]):
-        clip_grads.multi_tensor_scale_impl(0, torch.zeros(1), lists, 0.3)
+    optimizer._multi_tensor_copy_this_to_that([], [])  # a rank without parameters
 
 
 @pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")

@@ -1,7 +1,7 @@
 """A decoder layer whose norms also compute the residual connections.
 
-As separate kernels, the addition of attention's output, and the sums of the two gradients of each state, would read and
-write the states once more.
+Separate kernels for the addition of attention's output, and for the sums of the two gradients of each state, would read
+and write the states again.
 
 Shapes: S sequence, B batch, H hidden size.
 """

@@ -74,7 +74,7 @@ class StepClock:
             config.timers = None
 
     def finish_step(self, seconds: float) -> None:
-        """Compute the times of a step. Work that the device has not completed counts for the next step.
+        """Compute the times of a step. Work that is still running on the device counts for the next step.
 
         Args:
             seconds: time of the whole step.
