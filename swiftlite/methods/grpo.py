@@ -3,7 +3,6 @@
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.methods.method import Lines, Method
-from swiftlite.rewards.settings import reward_names_of
 
 
 def describe(args: GrpoArgs) -> Lines:
@@ -47,11 +46,10 @@ def evaluated(args: GrpoArgs) -> list[str]:
     names = [f"completions/{each}_length" for each in ("mean", "min", "max")]
     names += [f"completions/{each}_terminated_length" for each in ("mean", "min", "max")]
     names.append("completions/clipped_ratio")
-    rewards = reward_names_of(args)
-    if rewards:
+    if args.reward_funcs or args.reward_model or args.reward_server:
         names = ["reward", "reward_std", "rewards/failures", "rewards/unscored", *names]
-    for reward in rewards:
-        names += [f"rewards/{reward}/mean", f"rewards/{reward}/std"]
+    for function in args.reward_funcs:
+        names += [f"rewards/{function}/mean", f"rewards/{function}/std"]
     if args.teacher_model:
         names.append("teacher_kl")
     return names
