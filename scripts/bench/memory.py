@@ -221,7 +221,7 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
     of_loss = {address for address, tensor in kept.items() if is_of_loss(tensor)}
     logits = _bytes(kept[address] for address in of_loss)
     passing = 0
-    if setup.parameter_bytes < 4:
+    if setup.parameter_bytes < 4 and not is_reward_model(hf_config):
         passing = tokens_BS.numel() * vocab * setup.parameter_bytes
     return _bytes(tensor for address, tensor in kept.items() if address not in of_loss), logits + passing
 

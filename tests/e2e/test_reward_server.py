@@ -21,7 +21,17 @@ def test_scores_of_vllm_are_those_of_transformers(tmp_path):
     pytest.importorskip("vllm")
     directory, log = make_reward_model(tmp_path / "judge"), tmp_path / "server.log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
-    command += ["--dtype", "float32", "--port", str(PORT), "--max-model-len", "256", "--max-num-batched-tokens", "256"]
+    command += [
+        "--dtype",
+        "float32",
+        "--port",
+        str(PORT),
+        "--max-model-len",
+        "256",
+        "--max-num-batched-tokens",
+        "256",
+        "--enforce-eager",
+    ]
     url = f"http://127.0.0.1:{PORT}"
     with running(command, log) as server:
         wait_for_health(server, url, log)
