@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.args.commands import SftArgs
@@ -26,6 +25,7 @@ from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.plan.trainable import Trainable
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.clipping import ClippedOptimizer
 from swiftlite.train.head_fit import fit_heads
 from swiftlite.train.metrics.run_report import hash_tensors
 from swiftlite.train.optim import make_optimizer, wrap_model
@@ -46,7 +46,7 @@ class TrainState:
 
     chunks: Sequence[GPTModel]
     wrapped: Sequence[DistributedDataParallel]
-    optimizer: MegatronOptimizer
+    optimizer: ClippedOptimizer
     scheduler: OptimizerParamScheduler
     weights_report: WeightsReport
     trainable: Trainable

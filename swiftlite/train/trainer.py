@@ -305,7 +305,7 @@ class Trainer:
         metrics = objective.means(figures.sums)
         if self.model[0].config.moe_aux_loss_coeff:
             metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
-        metrics |= figures.norms | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+        metrics |= {**figures.norms, "learning_rate": self.optimizer.param_groups[0]["lr"]}
         metrics |= self._speed(sizes, counts, seconds)
         self.consumed = self.consumed.and_also(tokens=sizes[0], samples=num_samples)
         metrics |= self.consumed.metrics()

@@ -59,7 +59,7 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     at the top level of this module.
     """
     architecture = (hf_config.architectures or [""])[0]
-    hf_config.model_type = _MODEL_TYPES.get(hf_config.model_type, hf_config.model_type)
+    hf_config.update({"model_type": _MODEL_TYPES.get(hf_config.model_type, hf_config.model_type)})
     if architecture == "Step3p5ForCausalLM":
         return _with_windows_of_heads(_vllm_hf_config_override(hf_config))
     if architecture not in DRAFTS or not heads_of(hf_config).layers:

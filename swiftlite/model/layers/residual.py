@@ -91,9 +91,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight = ctx.saved_tensors
-        grad_hidden, grad_normed = grad_outputs
+        (grad_hidden, grad_normed), (eps, is_zero_centered) = grad_outputs, ctx.settings
         of_both, of_weight = fused_norm_backward(
-            grad_hidden, grad_normed, hidden, weight, *ctx.settings, ctx.needs_input_grad[2]
+            grad_hidden, grad_normed, hidden, weight, eps, is_zero_centered, ctx.needs_input_grad[2]
         )
         return of_both, of_both if ctx.needs_input_grad[1] else None, of_weight, None, None
 
