@@ -25,6 +25,8 @@ MAX_IN_FLIGHT = 64
 MAX_BYTES = 1 << 20
 """Bytes of the longest answer."""
 DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
+DELAYS_AT_START = DELAYS[:3]
+"""A child process that replaces another one meets the server as it is then, such as overloaded."""
 TRANSIENT = (429, 500, 502, 503, 504)
 START = "start it: vllm serve REWARD_MODEL --port 8001, and give http://HOST:8001"
 
@@ -45,7 +47,9 @@ class RewardServer:
         self.url = url.rstrip("/")
         self._delays = delays
         key = os.environ.get("VLLM_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"Accept-Encoding": "identity"}  # otherwise a small answer can have any length
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
 
     async def identity(self) -> str:
         """Return name and path of the served model.
@@ -90,11 +94,14 @@ class RewardServer:
         try:
             ((score, *others),) = [each["probs"] for each in answer["data"]]
         except (KeyError, TypeError, ValueError):
-            raise ServerError(f"{self.url}/classify returned {clip(json.dumps(answer), 100)}") from None
+            raise ServerError(f"{self.url}/classify returned {_shown(answer)}") from None
         if others or isinstance(score, bool) or not isinstance(score, int | float):
-            given = clip(json.dumps([score, *others]), 100)
+            given = _shown([score, *others])
             raise ServerError(f"{self.url}/classify returned {given} for a conversation; a reward model has one label")
-        return float(score)
+        try:
+            return float(score)
+        except OverflowError:
+            raise ServerError(f"{self.url}/classify returned a number of {len(str(abs(score)))} digits") from None
 
     def _session(self) -> aiohttp.ClientSession:
         # Without a time limit: a call is limited as a whole (--reward_timeout), and a repeated request is slower still.
@@ -126,6 +133,14 @@ class RewardServer:
             ) from None
 
 
+def _shown(answer: Any) -> str:
+    """Return the start of an answer for an error."""
+    try:
+        return clip(json.dumps(answer), 100)
+    except RecursionError:
+        return "deeply nested JSON"
+
+
 def open_server(settings: RewardSettings, url: str) -> tuple[Callable[..., Coroutine[Any, Any, list[float]]], str]:
     """Return a reward function that asks a server, and the identity of the model there.
 
@@ -134,7 +149,7 @@ def open_server(settings: RewardSettings, url: str) -> tuple[Callable[..., Corou
     """
 
     async def identify() -> str:
-        server = RewardServer(url, ())
+        server = RewardServer(url, DELAYS_AT_START)
         async with asyncio.timeout(settings.timeout):
             name = await server.identity()
             await server.score([[{"role": "user", "content": "Hi"}]], ["Hello"])

@@ -19,6 +19,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import without_adapters
 from swiftlite.plan.distillation import teacher_layout
 from swiftlite.plan.policy import is_base_of_adapters
+from swiftlite.plan.trainable import is_head_parameter
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches
@@ -78,7 +79,8 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
         opened = open_frozen(run, model, run.mesh.layout, flag)
         reference = FrozenPolicy(args.ref_model or args.model, *opened, batches)
         if args.sync_ref_model:
-            _check_same_parameters(reference.chunks, run.train_state.chunks, flag)
+            is_same = run.ref_model is None or run.ref_model.is_tied == run.hf_model.is_tied
+            _check_same_parameters(reference.chunks, run.train_state.chunks, flag, is_same)
             if run.checkpoint:
                 load_checkpoint(run.checkpoint, reference.mesh, reference.chunks, is_verified=True, prefix=REFERENCE)
         policies["reference"] = reference
@@ -102,18 +104,22 @@ def base_of_adapters(run: Run) -> FrozenPolicy:
     return FrozenPolicy(run.args.model, state.chunks, run.mesh, run.batches, opened)
 
 
-def _check_same_parameters(reference: Sequence[torch.nn.Module], policy: Sequence[torch.nn.Module], flag: str) -> None:
-    """Check that the policy has each parameter of the reference model.
+def _check_same_parameters(
+    reference: Sequence[torch.nn.Module], policy: Sequence[torch.nn.Module], flag: str, is_same: bool
+) -> None:
+    """Check that the policy without its heads and the reference model have the same parameters.
 
     Args:
         flag: the option that names the reference model, for errors.
+        is_same: whether the output layers of both or of neither share the embedding.
 
     Raises:
         UserError: the models differ.
     """
     for chunk, theirs in zip(reference, policy, strict=True):
-        shapes = {name: parameter.shape for name, parameter in theirs.named_parameters()}
-        for name, parameter in chunk.named_parameters():
-            if shapes.get(name) != parameter.shape:
-                problem = f"--sync_ref_model: {flag} has other parameters than --model, such as {name}"
-                raise UserError(problem, "use a reference model of the same architecture and size")
+        own, others = ({name: part.shape for name, part in each.named_parameters()} for each in (chunk, theirs))
+        different = {name for name, _ in own.items() ^ others.items() if not is_head_parameter(name)}
+        if different or not is_same:
+            example = min(different, default="a tied output layer")
+            problem = f"--sync_ref_model: {flag} has other parameters than --model, such as {example}"
+            raise UserError(problem, "use a reference model of the same architecture and size")

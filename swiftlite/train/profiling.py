@@ -114,6 +114,7 @@ class NsysRecorder:
 
     def stop(self, directory: Path, steps: range, rank: int) -> None:
         self.ranges.__exit__(None, None, None)
+        torch.cuda.synchronize()  # a step does not wait for its update
         torch.cuda.profiler.stop()
 
 

@@ -296,8 +296,8 @@ class Trainer:
             self.scheduler.step(increment=1)  # before the update, so that the first update has a learning rate above 0
             with self.clock.part("optimizer"):
                 wait = self._update(objective, sums, self._over_data_parallel(*self._sizes_of(batches)))
-        # The only time that the host waits for a GPU in most steps. The GPU still has the update to compute, while the
-        # host prepares the next step.
+        # In most steps of one rank, the host waits for a GPU only here. The GPU still has the update to compute, while
+        # the host prepares the next step.
         figures = wait()
         seconds = time.perf_counter() - start
         self.clock.finish_step(seconds)

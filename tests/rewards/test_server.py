@@ -12,6 +12,7 @@ from aiohttp import web
 from swiftlite.base.errors import UserError
 from swiftlite.methods.reward_names import name_of_server
 from swiftlite.rewards.process import RewardProcess
+from swiftlite.rewards.server import RewardServer, ServerError
 from swiftlite.rewards.settings import RewardSettings
 from tests.engines.small_server import serving
 from tests.messages import mentions, naming
@@ -87,6 +88,7 @@ def test_a_wrong_answer_leaves_completions_without_a_score():
         "0.5 label": answer({"data": [{"probs": [0.5, 0.5]}]}),
         "much": answer({"data": [{"probs": ["much"]}]}),
         "JSON [[[": answer("[" * 100_000),
+        "401": answer('{"data": [{"probs": [1' + "0" * 400 + "]}]}"),  # above the largest float
         "1048576 bytes": answer("x" * 2_000_000),
         "400 too long": answer("this conversation is too long", 400),
         "302": answer("", 302),
@@ -102,6 +104,14 @@ def test_a_wrong_answer_leaves_completions_without_a_score():
             assert mentions(failure, words)
             judge.faults = []
             assert score(rewards).rewards == [[len(text) for text in COMPLETIONS]]
+
+
+def test_an_answer_that_is_too_deep_to_be_shown():
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(ServerError, match=naming("/classify JSON")):
+        RewardServer("http://a")._score_in({"data": deep})
 
 
 def test_three_failures_end_the_run():
@@ -140,6 +150,7 @@ def test_an_unsuitable_server_is_refused_at_the_start(respond, words):
 
     with serving(handle) as url:
         url = url if respond else "http://127.0.0.1:9"  # the discard port
-        settings = RewardSettings(timeout=1.0, reward_servers=(url,))
+        timeout = 1.0 if "--reward_timeout" in words else 30.0  # after the last repetition
+        settings = RewardSettings(timeout=timeout, reward_servers=(url,))
         with pytest.raises(UserError, match=naming(words)), RewardProcess(["judge"], (), settings):
             pass

@@ -252,5 +252,8 @@ def test_the_reference_model_follows_as_in_trl(model, teacher, mesh, tmp_path):
 
     with pytest.raises(UserError, match=naming("--sync_ref_model --ref_model --model")):
         train(options(**changed, ref_model=str(teacher), output_dir=str(tmp_path / "other")), mesh)
+    tied = make_tiny_hf(tmp_path / "tied", "qwen3", tied=True, with_tokenizer=True)
+    with pytest.raises(UserError, match=naming("--sync_ref_model --ref_model --model")):
+        train(options(**changed, ref_model=str(tied), output_dir=str(tmp_path / "untied")), mesh)
     with pytest.raises(OptionError, match=naming("--ref_model_sync_steps 3 4 --rollouts_from")):
         rules.check(options(**changed | {"ref_model_sync_steps": 3}, steps_per_generation=2), 1)

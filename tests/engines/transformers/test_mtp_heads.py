@@ -29,6 +29,7 @@ NOT_HERE = (*ALIKE, "qwen2_5_vl", "qwen3_vl")  # tests/acceptance/test_held_out_
             *(("qwen3_next", 1, 2), ("qwen3", 2, 4), ("qwen3", 1, 3)),
         ],
         ("mimo", 2, 2),
+        ("mistral3", 2, 2),  # a language model in a wrapper
         ("qwen3_next", 1, 2),
         ("qwen3", 2, 4),
     ),
