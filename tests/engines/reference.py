@@ -117,7 +117,7 @@ class Reference(nn.Module):
         tensors = load_file(directory / "model.safetensors")
         config = json.loads((directory / "config.json").read_text())
         config = config.get("text_config", config)
-        tensors = {memory_name(family, name): tensor for name, tensor in tensors.items()}
+        tensors |= {memory_name(family, name): tensor for name, tensor in tensors.items()}  # heads are read by both
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
         trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
         missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)
