@@ -227,8 +227,7 @@ MORE_WAITS = {
     "kto": 1,  # the divergence from the reference
     "gkd": 2,  # the teacher's states of each of 2 micro-batches, which are kept by the host
     "streamed": 8,  # rows that ranks exchange
-    "cached trunk states": 8,  # of each of 4 micro-batches: whether all ranks have its states; these, to be written
-    "streamed trunk": 4,  # of each of 4 micro-batches: whether all ranks have its states
+    "cached trunk states": 2,  # in the first of three epochs, the states of each of 4 micro-batches, to be written
     "optimizer on the host": 8,  # the gradients of each tensor
     "optimizer on the host, not distributed": 31,  # the gradients of each tensor
 }
