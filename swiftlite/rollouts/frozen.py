@@ -15,6 +15,7 @@ from swiftlite.args.commands import GrpoArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.data.sample import Sample
+from swiftlite.families.resolved import HfModel
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import without_adapters
 from swiftlite.plan.distillation import teacher_layout
@@ -79,8 +80,7 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
         opened = open_frozen(run, model, run.mesh.layout, flag)
         reference = FrozenPolicy(args.ref_model or args.model, *opened, batches)
         if args.sync_ref_model:
-            is_same = run.ref_model is None or run.ref_model.is_tied == run.hf_model.is_tied
-            _check_same_parameters(reference.chunks, run.train_state.chunks, flag, is_same)
+            _check_same_parameters(run, reference.chunks, model, flag)
             if run.checkpoint:
                 load_checkpoint(run.checkpoint, reference.mesh, reference.chunks, is_verified=True, prefix=REFERENCE)
         policies["reference"] = reference
@@ -104,22 +104,23 @@ def base_of_adapters(run: Run) -> FrozenPolicy:
     return FrozenPolicy(run.args.model, state.chunks, run.mesh, run.batches, opened)
 
 
-def _check_same_parameters(
-    reference: Sequence[torch.nn.Module], policy: Sequence[torch.nn.Module], flag: str, is_same: bool
-) -> None:
+def _check_same_parameters(run: Run, reference: Sequence[torch.nn.Module], model: HfModel, flag: str) -> None:
     """Check that the policy without its heads and the reference model have the same parameters.
 
     Args:
-        flag: the option that names the reference model, for errors.
-        is_same: whether the output layers of both or of neither share the embedding.
+        reference: chunks of the reference model on this rank.
+        model: the reference model as it was read.
+        flag: the option that names it, for errors.
 
     Raises:
         UserError: the models differ.
     """
-    for chunk, theirs in zip(reference, policy, strict=True):
+    # On a last pipeline stage, an output layer that shares the embedding has the name of one that does not.
+    is_tied_alike = model.is_tied == run.hf_model.is_tied
+    for chunk, theirs in zip(reference, run.train_state.chunks, strict=True):
         own, others = ({name: part.shape for name, part in each.named_parameters()} for each in (chunk, theirs))
         different = {name for name, _ in own.items() ^ others.items() if not is_head_parameter(name)}
-        if different or not is_same:
+        if different or not is_tied_alike:
             example = min(different, default="a tied output layer")
             problem = f"--sync_ref_model: {flag} has other parameters than --model, such as {example}"
             raise UserError(problem, "use a reference model of the same architecture and size")
