@@ -28,9 +28,11 @@ def make_sparse(settings: Settings, name: str) -> Path:
     if not (small / "config.json").exists():
         make_model(small)
     shutil.copytree(small, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
-    config = json.loads((small / "config.json").read_text()) | shape(name, settings.tiny)
+    of_small, of_shape = json.loads((small / "config.json").read_text()), shape(name, settings.tiny)
+    config = of_small | of_shape
     config.pop("layer_types", None)  # one for each layer of the small model
-    config |= {depth_key(config): 1}
+    vocab_size = max(of_small["vocab_size"], of_shape["vocab_size"])  # tiny shapes have fewer tokens than the tokenizer
+    config |= {"vocab_size": vocab_size, depth_key(config): 1}
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     write_holes(directory / "model.safetensors", config)
     return directory
