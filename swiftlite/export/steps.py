@@ -16,7 +16,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.args.fields import MtpInit
 from swiftlite.base.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads, depth_key
+from swiftlite.base.heads import MTP, Heads, depth_key
 from swiftlite.base.log import logger
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.carry import copy_trunk
@@ -37,7 +37,7 @@ from swiftlite.export.image_bounds import write_image_bounds
 from swiftlite.export.quantization import matrices_of, quantize
 from swiftlite.export.schemes import Scheme, scheme_of
 from swiftlite.export.source import RunSource, heads_of_result, resolve_graft
-from swiftlite.families import eagle3
+from swiftlite.families.drafters import SERVED
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.families.serving import stock
 from swiftlite.families.serving.quantized import with_heads_kept
@@ -318,8 +318,8 @@ def _has_draft_folder(export: Export) -> bool:
 
 def _are_for_stock(model: HfModel, heads: Heads) -> bool:
     """Return whether heads or another drafter were trained for a class that vLLM has without swiftlite's plugin."""
-    if heads.kind == eagle3.KIND:
-        return heads.layers > 0
+    if heads.kind != MTP:
+        return heads.layers > 0 and heads.kind in SERVED
     is_single = heads.layers == 1 and not heads.draft_vocab
     return is_single and heads.drafting == stock.DRAFTING and not stock.why_not(model.family, model.config)
 

@@ -47,6 +47,9 @@ class Drafter:
         drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None.
         problems: returns a problem (one line) for every invalid setting of the kind.
         why_not: returns why a model cannot have this drafter; empty if it can.
+        own_config: returns the config.json of the drafter in a directory of its own, from which vLLM drafts without
+            swiftlite's plugin; None for drafters that no engine reads.
+        vllm_trunks: families of trunks that vLLM drafts for with it.
     """
 
     rows: Callable[["Family", HfConfig, int], list[Row]]
@@ -56,3 +59,5 @@ class Drafter:
     drafting: Callable[["Family", HfConfig], Drafting] = state_after_norm
     problems: Callable[[HfConfig], list[str]] = lambda hf_config: []
     why_not: Callable[["Family", HfConfig], str] = lambda family, hf_config: ""
+    own_config: Callable[["Family", HfConfig], dict[str, Any]] | None = None
+    vllm_trunks: tuple[str, ...] = ()

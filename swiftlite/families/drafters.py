@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.base.errors import clip
 from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP
 from swiftlite.bridge.rows import HfConfig, Row, lift
-from swiftlite.families import eagle3
+from swiftlite.families import dflash, eagle3
 from swiftlite.families.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -33,11 +33,16 @@ DRAFTERS: dict[str, Drafter] = {
         drafting=lambda family, hf_config: family.mtp.drafting,
     ),
     eagle3.KIND: eagle3.EAGLE3,
+    dflash.KIND: dflash.DFLASH,
 }
+
+SERVED = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.own_config))
+"""The kinds with which vLLM and transformers draft."""
 
 NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "eagle3": partial(eagle3.declaration, is_normed=False),
     "eagle3.1": partial(eagle3.declaration, is_normed=True),
+    "dflash": dflash.declaration,
 }
 """The values of --drafter, each with a function that returns what config.json declares for it, without layers."""
 

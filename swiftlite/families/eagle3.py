@@ -89,7 +89,6 @@ def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
     The numbers of layers have the same meaning as `Heads.features`: u[n] is the input of layer n.
     """
     heads, architecture = Heads.from_config(hf_config), family.architecture(hf_config)
-    attention: Any = layer_of(architecture, hf_config).attention
     scale: dict[str, float] = {}
     if architecture.outside.logits_divisor != 1:  # vLLM's class does not read the trunk's key for it
         scale["logit_scale"] = 1 / architecture.outside.logits_divisor
@@ -98,20 +97,28 @@ def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **{key: hf_config[key] for key in _OF_TRUNK if key in hf_config},
+        **sizes_of(architecture, hf_config),
         "num_hidden_layers": 1,
+        "mlp_bias": False,
+        "eagle_aux_hidden_state_layer_ids": [*heads.features],
+        "num_aux_hidden_states": len(heads.features),
+        **{flag: is_set(hf_config, flag) for flag in FLAGS},
+        **scale,
+    }
+
+
+def sizes_of(architecture: Architecture, hf_config: HfConfig) -> dict[str, Any]:
+    """Return what the config.json of a drafter with the sizes of the trunk and layers without biases declares."""
+    attention: Any = layer_of(architecture, hf_config).attention
+    return {
+        **{key: hf_config[key] for key in _OF_TRUNK if key in hf_config},
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.groups,
         "head_dim": attention.head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": False,
-        "draft_vocab_size": len(heads.draft_vocab) or hf_config["vocab_size"],
-        "eagle_aux_hidden_state_layer_ids": [*heads.features],
-        "num_aux_hidden_states": len(heads.features),
-        **{flag: is_set(hf_config, flag) for flag in FLAGS},
-        **scale,
+        "draft_vocab_size": len(Heads.from_config(hf_config).draft_vocab) or hf_config["vocab_size"],
     }
 
 
@@ -156,4 +163,6 @@ EAGLE3 = Drafter(
     drafting=lambda family, hf_config: Drafting(recycles_before_norm=not is_set(hf_config, "norm_output")),
     problems=_problems,
     why_not=why_not,
+    own_config=own_config,
+    vllm_trunks=VLLM_TRUNKS,
 )

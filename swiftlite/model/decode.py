@@ -16,6 +16,7 @@ MTP depth; I items of all rows, which are the inputs of a tower.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,13 +142,11 @@ def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[tor
     head_input_T1H = new.cache.kept(HEAD_INPUT, new.input_ids.size(1))
     if model.config.sequence_parallel:
         head_input_T1H = scatter_to_sequence_parallel_region(head_input_T1H, group=model.pg_collection.tp)
-    by_step = [_rotary_emb(model, new, offset) for offset in range(model.heads.unroll)]
-    rotary_embs = by_step * model.heads.layers
     return model.forward_mtp(
         head_input_T1H,
         mtp_input_ids,
         new.position_ids,
-        rotary_embs,
+        partial(_rotary_emb, model, new),
         cache=new.cache,
         placed=_placed(model, new),
     )

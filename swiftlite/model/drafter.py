@@ -47,7 +47,8 @@ class DraftInputs:
         hidden_SBH: the trunk's states, before or after the final norm (`Drafting.takes_before_norm`).
         embed: `embed(k, zeroes_first=False)` returns the embeddings [S, B, H] of the tokens k + 1 positions later (k
             from 0), which the draft number k can read; with `zeroes_first`, zeros at position 0 of a sequence.
-        rotary_embs: for each draft, rotary embeddings (`GPTModel.rotary_emb`).
+        embed_token: returns the embedding of one token at every position, [S, B, H].
+        rotary: `rotary(offset)` returns rotary embeddings of the positions s + offset (`GPTModel.rotary_emb`).
         packed_seq_params: the sequences of a packed row.
         tokens: for each draft, a description of the tokens for routers; None: routers do not count their load.
         cache: in decoding, the KV cache of the rows; None in training.
@@ -56,7 +57,8 @@ class DraftInputs:
 
     hidden_SBH: torch.Tensor
     embed: Callable[..., torch.Tensor]
-    rotary_embs: Sequence[torch.Tensor]
+    embed_token: Callable[[int], torch.Tensor]
+    rotary: Callable[[int], torch.Tensor]
     packed_seq_params: PackedSeqParams | None
     tokens: Sequence[RoutedTokens | None]
     cache: Cache | None

@@ -231,14 +231,15 @@ class GPTModel(AddsGradients, McoreGPTModel):
             states = trunk.states
         if not self.mtp_process:
             return states
-        # Normal heads use the trunk's positions. Step j of an unrolled head uses positions larger by j - 1.
-        rotary_embs = [rotary_emb]
-        rotary_embs += [self.rotary_emb(inputs, offset) for offset in range(1, self.heads.unroll)]
+
+        def rotary(offset: int) -> torch.Tensor:
+            return self.rotary_emb(inputs, offset) if offset else rotary_emb
+
         heads_SBH = self.forward_mtp(
             states.head_input_SBH.detach() if self.detached_heads else states.head_input_SBH,
             inputs.tokens_of_heads(self.heads.drafts),
             inputs.position_ids,
-            rotary_embs * self.heads.layers,
+            rotary,
             inputs.packed_seq_params,
             mtp_tokens,
             placed=mtp_placed,
@@ -445,7 +446,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         hidden_SBH: torch.Tensor,
         mtp_input_ids: Sequence[torch.Tensor],
         position_ids: torch.Tensor,
-        rotary_embs: Sequence[torch.Tensor],
+        rotary: Callable[[int], torch.Tensor],
         packed_seq_params: PackedSeqParams | None = None,
         tokens: Sequence[RoutedTokens | None] | None = None,
         cache: Cache | None = None,
@@ -456,7 +457,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         Args:
             hidden_SBH: the trunk's states (`StageStates.head_input_SBH`).
             mtp_input_ids: [B, S] for each depth.
-            rotary_embs: result of `rotary_emb` for each depth.
+            rotary: returns the result of `rotary_emb` for an offset.
             tokens: description of the tokens for the routers of each depth; None: routers do not count their load.
             cache: cache of the rows in decoding.
             placed: outputs of the tower for placeholder tokens of each depth.
@@ -467,8 +468,12 @@ class GPTModel(AddsGradients, McoreGPTModel):
         def embed(draft: int, *, zeroes_first: bool = False) -> torch.Tensor:
             return self._embed_for_head(mtp_input_ids[draft], position_ids, placed[draft], zeroes_first)
 
+        def embed_token(token: int) -> torch.Tensor:
+            token_BS = torch.full_like(mtp_input_ids[0], token)
+            return self._embed_for_head(token_BS, position_ids, placed=None, zeroes_first=False)
+
         layers: Any = self.mtp.layers
-        inputs = DraftInputs(hidden_SBH, embed, rotary_embs, packed_seq_params, tokens, cache, self.drafting)
+        inputs = DraftInputs(hidden_SBH, embed, embed_token, rotary, packed_seq_params, tokens, cache, self.drafting)
         return type(layers[0]).draft(layers, inputs)
 
     def _embed_for_head(

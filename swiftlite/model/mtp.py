@@ -47,8 +47,8 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
     def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
         """Return the states [S, B, H] of each depth after its output norm; depth k + 1 continues from depth k."""
         hidden_SBH, states_SBH = inputs.hidden_SBH, []
-        depths = zip(layers, inputs.rotary_embs, inputs.tokens, strict=True)
-        for depth, (layer, rotary_emb, tokens) in enumerate(depths):
+        rotary_emb = inputs.rotary(0)
+        for depth, (layer, tokens) in enumerate(zip(layers, inputs.tokens, strict=True)):
             hidden_SBH = layer(
                 hidden_SBH,
                 inputs.embed(depth, zeroes_first=inputs.drafting.zeroes_first_embedding),
@@ -161,11 +161,11 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         (layer,) = layers
         # From position 0, step j is at position j - 1.
         embeddings_SBH = [inputs.embed(0, zeroes_first=inputs.drafting.zeroes_first_embedding)]
-        embeddings_SBH += [inputs.embed(step) for step in range(1, len(inputs.rotary_embs))]
+        embeddings_SBH += [inputs.embed(step) for step in range(1, len(inputs.tokens))]
         return layer.forward_steps(
             inputs.hidden_SBH,
             embeddings_SBH,
-            inputs.rotary_embs,
+            [inputs.rotary(step) for step in range(len(inputs.tokens))],
             inputs.packed_seq_params,
             inputs.tokens,
             cache=inputs.cache,

@@ -29,16 +29,18 @@ from torch import nn
 
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import MTP
-from swiftlite.families import eagle3
+from swiftlite.families import dflash, eagle3
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts, Mlp
 from swiftlite.families.vision import Qwen2_5Vision, Qwen3Vision
+from swiftlite.model.attention.block_attention import BlockAttention
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
+from swiftlite.model.dflash import DFlashLayer
 from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
 from swiftlite.model.layers.deepstack import DeepstackLayer
@@ -291,6 +293,10 @@ def _mtp_layer(parts: DrafterParts) -> ModuleSpec:
     )
 
 
+# Settings that families have and Llama does not: a scale of attention scores, and gates.
+_NEUTRAL = {"softmax_scale": None, "attention_output_gate": False}
+
+
 def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
     layer = eagle3.layer_of(parts.architecture, parts.hf_config)
     modules = replace(parts.modules, core_attention=parts.modules.draft_attention)
@@ -299,12 +305,10 @@ def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
     block.submodules.pre_mlp_layernorm = modules.norm
     block.submodules.self_attn_bda = add_to_state
     block.submodules.self_attention.params["input_size"] = 2 * layer.attention.hidden
-    # Settings that families have and Llama does not: a scale of attention scores, and gates.
-    neutral = {"softmax_scale": None, "attention_output_gate": False}
     return ModuleSpec(
         module=Eagle3Layer,
         params={
-            "settings": neutral | layer.attention.mcore_config() | layer.mlp.mcore_config(),
+            "settings": _NEUTRAL | layer.attention.mcore_config() | layer.mlp.mcore_config(),
             "num_features": len(parts.heads.features),
             "norm": modules.norm if eagle3.is_set(parts.hf_config, "fc_norm") else None,
         },
@@ -318,9 +322,29 @@ def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
     )
 
 
+def _dflash_layer(parts: DrafterParts) -> ModuleSpec:
+    layer, modules = dflash.layer_of(parts.architecture, parts.hf_config), parts.modules
+    core_attention = ModuleSpec(module=BlockAttention, params=modules.draft_attention.params)
+    return ModuleSpec(
+        module=DFlashLayer,
+        params={
+            "layer": decoder_layer_spec(layer, replace(modules, core_attention=core_attention)),
+            "num_decoder_layers": dflash.num_decoder_layers(parts.hf_config),
+            "settings": _NEUTRAL | layer.attention.mcore_config() | layer.mlp.mcore_config(),
+            "norm": modules.norm,
+            "num_features": len(parts.heads.features),
+            "mask_token": dflash.mask_token(parts.hf_config),
+        },
+    )
+
+
 # The layers of all kinds of drafters (`families/drafters.py`), which megatron-core's MTP block contains. The class of
 # layers other than MTP layers, or layers derived from them, is a `DrafterLayer`.
-DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {MTP: _mtp_layer, eagle3.KIND: _eagle3_layer}
+DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {
+    MTP: _mtp_layer,
+    eagle3.KIND: _eagle3_layer,
+    dflash.KIND: _dflash_layer,
+}
 
 
 def drafter_spec(parts: DrafterParts) -> MultiTokenPredictionBlockSubmodules | None:

@@ -176,6 +176,23 @@ class Reference(nn.Module):
             return head["output"](after)
         return logits_of(self.trunk, after)
 
+    def trained_logits(
+        self, rows_BS: torch.Tensor, hidden_BSH: torch.Tensor, num_drafts: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the logits [B, S, V] of each draft, with the tokens of the rows that it should predict.
+
+        Args:
+            hidden_BSH: first result of `trunk_states`.
+        """
+        pairs = []
+        for k in range(num_drafts):
+            length = rows_BS.shape[1] - k - 2
+            ids_BS = rows_BS[:, k + 1 : k + 1 + length]
+            head = min(k, self.depth - 1)
+            hidden_BSH, after = self.head_states(head, hidden_BSH[:, :length], ids_BS)
+            pairs.append((self.head_logits(head, after), rows_BS[:, k + 2 :]))
+        return pairs
+
     def _mask(self, length: int) -> torch.Tensor | None:
         """Return the mask [1, 1, S, S] of heads with a sliding window; None if heads see all tokens before theirs.
 
@@ -476,12 +493,7 @@ def learn_by_heart(model: Reference, rows_BS: torch.Tensor, unroll: int) -> None
     for _ in range(MOST_STEPS):
         hidden, after = model.trunk_states(rows_BS)
         said = [(logits_of(model.trunk, after[:, :-1]), rows_BS[:, 1:])]
-        for k in range(max(model.depth, unroll)):
-            length = rows_BS.shape[1] - k - 2
-            ids_BS = rows_BS[:, k + 1 : k + 1 + length]
-            head = min(k, model.depth - 1)
-            hidden, after = model.head_states(head, hidden[:, :length], ids_BS)
-            said.append((model.head_logits(head, after), rows_BS[:, k + 2 :]))
+        said += model.trained_logits(rows_BS, hidden, max(model.depth, unroll))
         if all(smallest_lead(logits.detach(), targets) > LEARNED for logits, targets in said):
             return
         loss = torch.stack([cross_entropy(logits.flatten(0, 1), targets.flatten()) for logits, targets in said]).sum()

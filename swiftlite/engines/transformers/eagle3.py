@@ -14,11 +14,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from swiftlite.bridge.rows import shapes_of
-from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.engines.transformers.mtp_heads import load_heads
-from swiftlite.families import eagle3
-from swiftlite.families.resolved import HfModel
+from swiftlite.bridge.rows import HfConfig
 
 _SETTINGS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
@@ -37,7 +33,7 @@ class Eagle3Drafter(nn.Module):
     make_mask = staticmethod(create_causal_mask)
     output_layer = None  # that of the trunk
 
-    def __init__(self, hf_config: dict[str, Any], attention: str):
+    def __init__(self, hf_config: HfConfig, attention: str):
         super().__init__()
         settings: dict[str, Any] = {key: hf_config[key] for key in _SETTINGS}
         settings["attn_implementation"] = attention
@@ -75,15 +71,3 @@ class Eagle3Drafter(nn.Module):
     def new_cache(self) -> DynamicCache:
         """Return an empty cache of the layer."""
         return DynamicCache()
-
-
-def load_drafter(model: HfModel, decoder: Any) -> nn.ModuleList:
-    """Load the checkpoint's MTP heads, or its EAGLE-3 drafter, on the device and in the dtype of the decoder."""
-    if model.heads.kind != eagle3.KIND:
-        return load_heads(model, decoder)
-    drafter = Eagle3Drafter(eagle3.own_config(model.family, model.config), decoder.config._attn_implementation)
-    with Checkpoint(model.directory) as checkpoint:
-        names = shapes_of(model.family.head_rows(model.config, 0))
-        drafter.load_state_dict({name: checkpoint.read(name) for name in names}, strict=True)
-    drafter.to(decoder.device, decoder.dtype)
-    return nn.ModuleList([drafter]).requires_grad_(False).eval()

@@ -35,7 +35,6 @@ from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts, SourceCounts
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import MTP
 from swiftlite.bridge.encoding.expert_stack import stack_as_in_files
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
@@ -43,12 +42,12 @@ from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Samplin
 from swiftlite.engines.loading.weight_update import Bucket
 from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
-from swiftlite.engines.transformers.eagle3 import load_drafter
+from swiftlite.engines.transformers.drafters import GENERATORS, load_drafter
 from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
 from swiftlite.engines.transformers.verification import processed, verify, verify_greedily, warpers
-from swiftlite.families import eagle3
+from swiftlite.families.drafters import SERVED
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.wrapped import PREFIX, is_wrapped
 
@@ -71,7 +70,7 @@ class TransformersEngine:
         if num_tokens is None:
             num_tokens = model.heads.drafts
         if num_tokens or config.num_speculative_tokens is None:
-            require_heads(model, (MTP, eagle3.KIND))
+            require_heads(model, SERVED)
         self._num_head_tokens = num_tokens
         self._ngrams = config.ngrams
         self.num_speculative_tokens = max(num_tokens, config.ngrams.max_tokens) if config.ngrams else num_tokens
@@ -80,6 +79,7 @@ class TransformersEngine:
         self.max_length = min(config.max_model_len or longest, longest)
         self._drafting = model.family.drafting_of(model.config, model.heads)
         self._features = model.heads.features
+        self._generator = GENERATORS.get(model.heads.kind, MtpCandidateGenerator)
         self._heads = None
         if num_tokens:
             self._heads = load_drafter(model, self._decoder)
@@ -117,7 +117,7 @@ class TransformersEngine:
                 self._load_trunk(model)
         if draft is not None:
             with model_files(self._config.model, draft) as model:
-                require_heads(model, (MTP, eagle3.KIND))
+                require_heads(model, SERVED)
                 self._heads = load_drafter(model, self._decoder)
 
     def generate(
@@ -228,7 +228,7 @@ class TransformersEngine:
         """Return the drafter for one prompt; None without speculation."""
         if self._heads is None:
             return None
-        return MtpCandidateGenerator(
+        return self._generator(
             self._decoder,
             self._draft_output,
             self._heads,

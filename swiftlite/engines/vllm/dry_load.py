@@ -20,6 +20,7 @@ from vllm.model_executor.models.interfaces import supports_multimodal, supports_
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.loading.load_report import LoadError, Loading, LoadReport, one_rank, stage
 from swiftlite.engines.vllm.info import VLLM
@@ -32,7 +33,7 @@ from swiftlite.engines.vllm.options import (
     num_tokens_to_draft,
 )
 from swiftlite.engines.vllm.stock_draft import draft_folder
-from swiftlite.families import eagle3
+from swiftlite.families.drafters import SERVED
 from swiftlite.families.resolved import HfModel
 
 # vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).
@@ -124,13 +125,13 @@ def _vllm_config(config: EngineConfig, speculative: dict[str, Any] | None) -> Vl
 def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
     """Let vLLM build and fill the draft model; return None if the speculative method has no draft model."""
     drafting = vllm_config.speculative_config
-    if drafting is None or drafting.method not in ("mtp", "draft_model", eagle3.KIND):
+    if drafting is None or drafting.method not in ("draft_model", *SERVED):
         return None
-    if drafting.method == eagle3.KIND:
+    if drafting.method in SERVED and drafting.method != MTP:
         # A drafter with a draft vocabulary has an output layer of its own.
         shared = SHARED[:1] if loading.model.heads.draft_vocab else SHARED
         return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
-    if drafting.method == "mtp":
+    if drafting.method == MTP:
         shared = SHARED
         if loading.model.family.outside(loading.model.config).heads_have_output_layers:
             shared = ("embed_tokens.weight",)

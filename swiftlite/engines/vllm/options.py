@@ -21,8 +21,8 @@ from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.stock_draft import draft_folder
-from swiftlite.families import eagle3
 from swiftlite.families.attention import LatentAttention
+from swiftlite.families.drafters import SERVED
 from swiftlite.families.resolved import HfModel
 
 _OF_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
@@ -53,7 +53,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     num_tokens = asked_tokens(config)
     if num_tokens == 0:
         return None
-    require_heads(model, (MTP, eagle3.KIND))
+    require_heads(model, SERVED)
     check_trunk_of_drafter(model)
     check_quantized_heads(model, VLLM)
     log_fed_otherwise(model, VLLM)
@@ -88,22 +88,24 @@ def mtp_options(model: HfModel) -> dict[str, Any]:
 
 
 def check_trunk_of_drafter(model: HfModel) -> None:
-    """Check that vLLM drafts with the drafter of a model, if it is an EAGLE-3 drafter.
+    """Check that vLLM drafts with the drafter of a model, if it is not MTP heads.
 
     Raises:
         UserError: vLLM's class of the trunk does not return inputs of decoder layers, or the drafter has no folder.
     """
-    if model.heads.kind != eagle3.KIND:
+    kind = model.heads.kind
+    if kind == MTP:
         return
-    if model.family.name not in eagle3.VLLM_TRUNKS:
+    trunks = model.family.drafter(model.config).vllm_trunks
+    if model.family.name not in trunks:
         raise UserError(
-            f"vLLM is not supported for EAGLE-3 drafters of {model.family.name}",
-            f"use --infer_backend transformers; supported are {', '.join(eagle3.VLLM_TRUNKS)}",
+            f"vLLM is not supported for the drafter {kind!r} of {model.family.name}",
+            f"use --infer_backend transformers; supported are {', '.join(trunks)}",
         )
     if any(attention.window is not None for attention in model.family.architecture(model.config).attentions):
         # Measured with windows of 6 tokens: vLLM 0.32 accepts fewer drafts than the reference and transformers.
         raise UserError(
-            "vLLM is not supported for EAGLE-3 drafters of a trunk with a sliding window",
+            f"vLLM is not supported for the drafter {kind!r} of a trunk with a sliding window",
             "use --infer_backend transformers",
         )
     if draft_folder(model) is None:

@@ -6,8 +6,9 @@
 
     vllm serve HF --speculative-config '{"method": "mtp", "model": "HF/draft", "num_speculative_tokens": 1}'
 
-The classes for heads are in `families/serving/stock.py`. An EAGLE-3 drafter (`families/eagle3.py`) has the method
-eagle3. The weights of the trunk are in files that vLLM's own trunk classes read, because they refuse tensors of heads.
+The classes for heads are in `families/serving/stock.py`. Other drafters (`families/drafters.py`) have the method of
+their kind. The weights of the trunk are in files that vLLM's own trunk classes read, because they refuse tensors of
+heads.
 """
 
 import json
@@ -18,13 +19,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.base.heads import DEPTH_KEY, Heads, kind_of
+from swiftlite.base.heads import DEPTH_KEY, MTP, Heads, kind_of
 from swiftlite.base.json_file import read_json
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, HEADS_FILE, read_config
 from swiftlite.bridge.rejoin import joined, separated
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.bridge.tensors import INDEX_NAME, SINGLE_NAME, Checkpoint
-from swiftlite.families import eagle3
 from swiftlite.families.family import Family
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving import stock
@@ -95,15 +95,15 @@ def _index(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def trunk_config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
     """Return the keys of the trunk's config.json that the draft class reads."""
-    if kind_of(hf_config) == eagle3.KIND:
+    if kind_of(hf_config) != MTP:
         return {}
     return stock.trunk_config(family, hf_config)
 
 
 def _config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
     """Return the config.json of the heads."""
-    if kind_of(hf_config) == eagle3.KIND:
-        return eagle3.own_config(family, hf_config)
+    if own_config := family.drafter(hf_config).own_config:
+        return own_config(family, hf_config)
     own = stock.trunk_config(family, hf_config) | {DEPTH_KEY: Heads.from_config(hf_config).layers}
     copied = {key: hf_config[key] for key in _OF_TRUNK if key in hf_config}
     return {**copied, **stock.class_of(family, hf_config).selected_by, **own}
@@ -112,7 +112,7 @@ def _config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
 def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of the head with the names of vLLM's class."""
     stored = load_file(directory / HEADS_FILE)
-    if kind_of(hf_config) == eagle3.KIND:
+    if kind_of(hf_config) != MTP:
         return {**stored, **_tensors_of_vocab(directory, family, hf_config)}
     rows = {row.mcore: row for row in stock.class_of(family, hf_config).rows(family, hf_config)}
     factors = stock.factors(family, hf_config)

@@ -1,0 +1,146 @@
+"""Define DFlash, a drafter that predicts a block of tokens at once.
+
+At position s, the trunk has read the tokens up to s, and token s + 1 is the last known one, the anchor. With u_n the
+input of the trunk's decoder layer n, for the layers in `Heads.features`:
+
+    c_i = hidden_norm(fc [u_a; u_b; ...]) at each position i up to s
+    x_0 = embeddings of token s + 1 and of one mask token per draft, at the positions s + 1, s + 2, ...
+    x_l = decoder layer l of Qwen3 (x_(l - 1)), whose attention sees c_0 to c_s and all of x_(l - 1)
+    logits of draft k = output layer of the trunk (norm(x_D)) at position s + 1 + k
+
+Keys and values of c are those of the layer, without its input norm. All drafts are computed in one pass, and none of
+them reads another one's token.
+
+Norms of keys are not trained: vLLM 0.32 on a CPU applies the norm of the first layer to the context of all layers
+(`DFlashQwen3Model._normalize_context_k`). With weights of 1, both are the same; the norm of queries can express a
+weight that both channels of a rotary pair share.
+
+Names of tensors are those of published drafters (`DFlashDraftModel` in vLLM, SGLang and llama.cpp).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from swiftlite.base.drafting import Drafting
+from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, Heads
+from swiftlite.bridge.rows import HfConfig, Row, lift
+from swiftlite.families import eagle3
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.attention import GroupedQueryAttention
+from swiftlite.families.drafter import Drafter
+from swiftlite.families.layer import Layer
+from swiftlite.families.mlp import Mlp
+
+if TYPE_CHECKING:
+    from swiftlite.families.family import Family
+
+KIND = "dflash"
+LAYERS_KEY, MASK_KEY = "decoder_layers", "mask_token_id"
+"""Keys of the drafter in config.json: its number of decoder layers, and the token in place of unknown tokens."""
+MAX_FEATURES = 5
+"""Number of features of published drafters."""
+MAX_DECODER_LAYERS = 16
+_PREFIXES = ("fc.", "hidden_norm.", "layers.", "norm.")
+
+
+def declaration(hf_config: HfConfig) -> dict[str, Any]:
+    """Return what config.json declares for a new drafter, which has no layer yet.
+
+    Features are spread evenly, from the input of layer 2 to that of the last but one, as in published drafters. The
+    mask token is the last one of the vocabulary, which in most models has no text.
+    """
+    first, last = 2, hf_config["num_hidden_layers"] - 2
+    features = range(1, hf_config["num_hidden_layers"])
+    if last - first >= MAX_FEATURES:
+        features = (first + round(step * (last - first) / (MAX_FEATURES - 1)) for step in range(MAX_FEATURES))
+    declared = {"kind": KIND, "layers": 0, FEATURES_KEY: [*features], LAYERS_KEY: 1}
+    return {**declared, MASK_KEY: hf_config["vocab_size"] - 1}
+
+
+def layer_of(architecture: Architecture, hf_config: HfConfig) -> Layer:
+    """Return a decoder layer, with the sizes of the trunk."""
+    of_trunk: Any = eagle3.layer_of(architecture, hf_config).attention
+    attention = GroupedQueryAttention(
+        of_trunk.hidden, of_trunk.heads, of_trunk.groups, of_trunk.head_dim, rotary=of_trunk.head_dim, qk_norm=True
+    )
+    return Layer(attention, Mlp(of_trunk.hidden, hf_config["intermediate_size"]))
+
+
+def num_decoder_layers(hf_config: HfConfig) -> int:
+    """Return the number of decoder layers of the drafter."""
+    return hf_config[DRAFTER_KEY][LAYERS_KEY]
+
+
+def mask_token(hf_config: HfConfig) -> int:
+    """Return the token in place of unknown tokens."""
+    return hf_config[DRAFTER_KEY][MASK_KEY]
+
+
+def why_not(family: "Family", hf_config: HfConfig) -> str:
+    """Return why a model cannot have this drafter; empty if it can."""
+    outside = family.outside(hf_config)
+    if outside.embedding_multiplier != 1 or outside.logits_divisor != 1:  # engines share both layers without them
+        return "its embeddings or logits have a factor"
+    if hf_config["num_hidden_layers"] < 2:
+        return "its trunk has a single layer"
+    return eagle3.why_not(family, hf_config)
+
+
+def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
+    """Return the config.json of the drafter in a directory of its own, as engines read it.
+
+    `target_layer_ids` count the outputs of decoder layers: the input of layer n is the output of layer n - 1.
+    """
+    heads, architecture = Heads.from_config(hf_config), family.architecture(hf_config)
+    num_layers = num_decoder_layers(hf_config)
+    outputs = {"mask_token_id": mask_token(hf_config), "target_layer_ids": [layer - 1 for layer in heads.features]}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **eagle3.sizes_of(architecture, hf_config),
+        "num_hidden_layers": num_layers,
+        "layer_types": ["full_attention"] * num_layers,
+        "num_target_layers": hf_config["num_hidden_layers"],
+        "block_size": heads.drafts + 1,
+        "dflash_config": outputs,
+    }
+
+
+def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
+    hidden, num_features = hf_config["hidden_size"], len(hf_config[DRAFTER_KEY][FEATURES_KEY])
+    rows = [
+        Row("fc.weight", {"fc.weight": (hidden, num_features * hidden)}),
+        Row("hidden_norm.weight", {"hidden_norm.weight": (hidden,)}),
+        Row("final_layernorm.weight", {"norm.weight": (hidden,)}),
+    ]
+    of_layer = layer_of(family.architecture(hf_config), hf_config).rows()
+    for number in range(num_decoder_layers(hf_config)):
+        rows += lift(of_layer, f"decoder_layer_{number}.", f"layers.{number}.")
+    return lift(rows, f"mtp.layers.{layer}.", "")
+
+
+def _problems(hf_config: HfConfig) -> list[str]:
+    declared, problems = hf_config[DRAFTER_KEY], []
+    features, layers, mask = (declared.get(key) for key in (FEATURES_KEY, LAYERS_KEY, MASK_KEY))
+    if not features:
+        problems.append(f"{FEATURES_KEY} is missing")
+    elif isinstance(features, list) and features[0] == 0:
+        problems.append(f"{FEATURES_KEY} has layer 0, whose input is the embedding")
+    if declared.get("layers") not in (0, 1):
+        problems.append("layers is not 0 or 1")
+    if type(layers) is not int or not 1 <= layers <= MAX_DECODER_LAYERS:
+        problems.append(f"{LAYERS_KEY} is not an integer from 1 to {MAX_DECODER_LAYERS}")
+    vocab = hf_config.get("vocab_size")
+    if type(mask) is not int or mask < 0 or (isinstance(vocab, int) and mask >= vocab):
+        problems.append(f"{MASK_KEY} is not a token")
+    return problems
+
+
+DFLASH = Drafter(
+    rows=_rows,
+    layer_of=lambda family, hf_config, hf_key: 0 if hf_key.startswith(_PREFIXES) else None,
+    drafting=lambda family, hf_config: Drafting(),
+    problems=_problems,
+    why_not=why_not,
+    own_config=own_config,
+    vllm_trunks=eagle3.VLLM_TRUNKS,
+)

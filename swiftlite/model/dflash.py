@@ -1,0 +1,140 @@
+"""The module of a DFlash drafter (`families/dflash.py`).
+
+Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, F features, K queries of a
+block, R rotary channels.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.fp4_utils import get_fp4_context
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from swiftlite.model.attention.block_attention import Context, joined
+from swiftlite.model.attention.cache import Cache
+from swiftlite.model.drafter import DrafterLayer, DraftInputs
+from swiftlite.model.layers.recompute import checkpoint
+
+
+class DFlashLayer(DrafterLayer):
+    """The whole drafter, with decoder layers of its own.
+
+    Args:
+        config: config of the trunk.
+        layer_number: 1.
+        layer: spec of a decoder layer, whose core attention is `BlockAttention`.
+        num_decoder_layers: number of these layers.
+        settings: settings of the decoder layers that replace those of `config`.
+        norm: class of the norms of the context and of the output.
+        num_features: F.
+        mask_token: the token in place of unknown tokens.
+        options: further arguments of megatron-core's MTP layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        layer: ModuleSpec,
+        num_decoder_layers: int,
+        settings: Mapping[str, Any],
+        norm: type,
+        num_features: int,
+        mask_token: int,
+        **options: Any,
+    ):
+        config = copy(config)  # unlike `replace`, it does not derive other fields again
+        for name, value in settings.items():
+            setattr(config, name, value)
+        # Attention gets keys of the context in place of a mask, so it must not be recomputed separately.
+        config.recompute_modules = [name for name in config.recompute_modules or () if name != "core_attn"]
+        super().__init__(config, layer_number)
+        hidden = config.hidden_size
+        self.mask_token = mask_token
+        self.fc = nn.Linear(num_features * hidden, hidden, bias=False, dtype=config.params_dtype)
+        # Every tensor-parallel rank has the whole matrix. With sequence parallelism, each computes a part of the row,
+        # and megatron-core sums the gradients.
+        self.fc.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.hidden_norm = norm(config, hidden, config.layernorm_epsilon)
+        self.num_decoder_layers = num_decoder_layers
+        for number in range(num_decoder_layers):
+            # Attributes: in a ModuleList, megatron-core would save parts of tensor-parallel ranks as whole tensors.
+            built = build_module(layer, config=config, layer_number=number + 1)
+            built.self_attention.k_layernorm.weight.requires_grad_(False)  # see `families/dflash.py`
+            setattr(self, f"decoder_layer_{number}", built)
+        self.final_layernorm = norm(config, hidden, config.layernorm_epsilon)
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The tensor-parallel group, which megatron-core's MTP block does not pass to its layers."""
+        return self.decoder_layers[0].self_attention.linear_proj.tp_group
+
+    @property
+    def decoder_layers(self) -> list[Any]:
+        """The decoder layers, in order."""
+        return [getattr(self, f"decoder_layer_{number}") for number in range(self.num_decoder_layers)]
+
+    @classmethod
+    def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
+        """Return the states [S, B, H] of all drafts of the only layer."""
+        (layer,) = layers
+        num_queries = len(inputs.tokens) + 1
+        num_parts = layer.tp_group.size() if layer.config.sequence_parallel else 1
+        # The anchor is one position after s. Rotary embeddings are [2, S, ...].
+        rotary_embs = [inputs.rotary(1 + query).transpose(0, 1) for query in range(num_queries)]
+        forward = partial(
+            layer,
+            context_rotary=inputs.rotary(0),
+            rotary=joined(rotary_embs, num_parts).transpose(0, 1),
+            num_parts=num_parts,
+            packed_seq_params=inputs.packed_seq_params,
+            cache=inputs.cache,
+        )
+        mask_SBH = inputs.embed_token(layer.mask_token)
+        queries_SBH = torch.cat([inputs.embed(0), *[mask_SBH] * len(inputs.tokens)])
+        if layer.config.recompute_granularity == "full" and layer.training:
+            forward = partial(checkpoint, layer.config, layer.tp_group, forward)
+        # The rows of this rank are one after the other. The anchor's own state predicts nothing.
+        return list(forward(inputs.hidden_SBH, queries_SBH).chunk(num_queries))[1:]
+
+    def forward(
+        self,
+        features_SBH: torch.Tensor,
+        queries_SBH: torch.Tensor,
+        *,
+        context_rotary: torch.Tensor,
+        rotary: torch.Tensor,
+        num_parts: int,
+        packed_seq_params: PackedSeqParams | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        """Return the states of all queries, [K * S, B, H], after the output norm.
+
+        Args:
+            features_SBH: features, [S, B, F * H].
+            queries_SBH: embeddings of the anchor and of the mask token, [K * S, B, H].
+            context_rotary, rotary: rotary embeddings of the context and of the queries, [2, ..., 1, 1, R].
+            num_parts, cache: as for `Context`.
+        """
+        num_queries = len(queries_SBH) // len(features_SBH)
+        context_SBH = self.hidden_norm(self.fc(features_SBH))
+        for layer in self.decoder_layers:
+            with get_fp8_context(self.config), get_fp4_context(self.config):
+                of_context = layer.self_attention.get_query_key_value_tensors(context_SBH, context_rotary)
+                _, key_SBGD, value_SBGD = of_context
+                queries_SBH, _ = layer(
+                    hidden_states=queries_SBH,
+                    attention_mask=Context(key_SBGD, value_SBGD, num_queries, num_parts, cache),
+                    rotary_pos_emb=rotary,
+                    packed_seq_params=packed_seq_params,
+                )
+        return self.final_layernorm(queries_SBH)

@@ -1,0 +1,154 @@
+"""Test DFlash drafters against an implementation in plain torch (`tests/engines/dflash_reference.py`)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftlite.args.fields import RecomputeArgs
+from swiftlite.base.errors import UserError
+from swiftlite.bridge.rows import shapes_of
+from swiftlite.data.batch import collate_packed
+from swiftlite.families import dflash
+from swiftlite.families.resolved import resolve
+from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.gpt import GPTModel
+from swiftlite.model.inputs import ModelInputs
+from swiftlite.model.open import open_model
+from tests.engines.dflash_reference import DFlashReference, add_drafter, declare
+from tests.messages import naming
+from tests.model.test_eagle3 import IDS, logits_of, sum_of
+from tests.model.test_unroll import make_samples
+from tests.tiny import logits_of as output_of
+from tests.tiny import make_tiny_hf
+
+DRAFTS = 3
+FEATURES = [1, 2, 3]
+
+
+def make(directory: Path, family: str = "llama", layers: int = 2) -> Path:
+    return add_drafter(make_tiny_hf(directory, family, num_hidden_layers=4), FEATURES, layers)
+
+
+def load(directory: Path, mesh, **options) -> GPTModel:
+    model = resolve(directory)
+    heads = replace(model.heads, unroll=DRAFTS)
+    (chunk,), _ = open_model(model, mesh, dtype=torch.float32, heads=heads, freeze_trunk=True, **options)
+    return chunk
+
+
+def expected_logits(reference: DFlashReference) -> list[torch.Tensor]:
+    """Return the logits of each draft at the positions that `logits_of` returns."""
+    ids = torch.tensor([IDS])
+    context, _ = reference.trunk_states(ids)
+    states = reference.block_states(context[:, :-1], ids[:, 1:], DRAFTS)[0]
+    return [output_of(reference.trunk, states[: len(IDS) - 1 - draft, draft]) for draft in range(DRAFTS)]
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 2), ("qwen3_moe", 1)])
+def test_all_drafts_and_their_gradients(family, layers, tmp_path, mesh):
+    directory = make(tmp_path, family, layers)
+    model, reference = load(directory, mesh), DFlashReference.load(directory, family)
+    reference.trunk.requires_grad_(False)
+    expected, found = expected_logits(reference), logits_of(model.train())
+    for ours, wanted in zip(found, expected, strict=True):
+        # Float32 sums in another order, as in test_unroll.py.
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+    sum_of(found).backward()
+    sum_of(expected).backward()
+    resolved = resolve(directory)
+    for row in resolved.family.head_rows(resolved.config, 0):
+        ours = model.get_parameter(row.mcore).grad
+        if row.mcore.endswith("k_layernorm.weight"):
+            assert ours is None
+            continue
+        if len(row.hf) > 1:
+            continue  # joined; the comparison of layouts covers them
+        wanted = reference.own[next(iter(row.hf)).replace(".", "/")].grad
+        assert ours is not None
+        assert wanted is not None
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=5e-5 * float(wanted.abs().max()), msg=row.mcore)
+    assert all(parameter.grad is None for parameter in model.decoder.parameters())
+
+
+def test_what_a_block_sees(tmp_path, mesh):
+    """Later tokens change no bit of the drafts; the anchor changes all of them."""
+    model = load(make(tmp_path), mesh)
+    place = 6
+    changed = {offset: [*IDS] for offset in (1, 2)}
+    for offset, row in changed.items():
+        row[place + offset] = (row[place + offset] + 1) % 100
+    rows = [model(ModelInputs(torch.tensor([row]), torch.arange(len(row))[None])) for row in (IDS, *changed.values())]
+    plain, of_anchor, of_later = ([each[0, place] for each in row.mtp] for row in rows)
+    assert all(torch.equal(one, other) for one, other in zip(plain, of_later, strict=True))
+    assert all(float((one - other).abs().max()) > 1e-3 for one, other in zip(plain, of_anchor, strict=True))
+
+
+def test_another_layer_is_noticed(tmp_path, mesh):
+    """Layers that are off by one give other logits."""
+    directory = make(tmp_path)
+    before = logits_of(load(directory, mesh))
+    config = json.loads((directory / "config.json").read_text())
+    config["drafter"]["feature_layers"] = [0, 1, 2]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=naming("drafter feature_layers 0")):
+        load(directory, mesh)
+    config["drafter"]["feature_layers"] = [1, 2]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=naming("fc.weight")):
+        load(directory, mesh)
+    reference = DFlashReference.load(declare(directory, FEATURES, 2), "llama")
+    reference.features = [0, 1, 2]
+    after = expected_logits(reference)
+    assert all(float((one - other).abs().max()) > 0.1 for one, other in zip(before, after, strict=True))
+
+
+def test_a_packed_row_is_its_sequences(tmp_path, mesh):
+    model, samples = load(make(tmp_path), mesh), make_samples()
+    batch = collate_packed(samples, 0, num_drafts=DRAFTS)
+    assert batch.cu_seqlens is not None
+    packing = describe_packed(batch.cu_seqlens)
+    packed = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS, packed_seq_params=packing))
+    for sample, start in zip(samples, batch.cu_seqlens.tolist(), strict=False):
+        length = len(sample.input_ids)
+        ids_BS = torch.from_numpy(sample.input_ids).long()[None]
+        alone = model(ModelInputs(ids_BS, torch.arange(length)[None]))
+        for step in range(DRAFTS):
+            known = length - step - 1
+            wanted = alone.mtp[step][0, :known]
+            found = packed.mtp[step][0, start : start + known]
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+
+
+def test_recomputation_changes_no_bit(tmp_path, mesh):
+    directory = make(tmp_path)
+    results = []
+    for granularity in ("none", "full"):
+        model = load(directory, mesh, recompute=RecomputeArgs(recompute_granularity=granularity)).train()
+        sum_of(logits_of(model)).backward()
+        results.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    plain, recomputed = results
+    assert plain.keys() == recomputed.keys()
+    assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
+
+
+def test_names_are_those_of_published_files(tmp_path):
+    """The tensors of `z-lab/Qwen3-8B-DFlash-b16`, with another number of layers."""
+    model = resolve(make(tmp_path, layers=1))
+    layer = [f"{name}_layernorm" for name in ("input", "post_attention")]
+    layer += [f"mlp.{name}_proj" for name in ("down", "gate", "up")] + [f"self_attn.{name}_proj" for name in "kqvo"]
+    layer += [f"self_attn.{name}_norm" for name in "qk"]
+    names = {f"{name}.weight" for name in ("fc", "hidden_norm", "norm", *(f"layers.0.{part}" for part in layer))}
+    assert shapes_of(model.family.head_rows(model.config, 0)).keys() == names
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "features"),
+    [(2, [1]), (4, [1, 2, 3]), (8, [1, 2, 3, 4, 5, 6, 7]), (9, [2, 3, 4, 6, 7]), (36, [2, 10, 18, 26, 34])],
+)
+def test_features_are_spread_over_the_trunk(num_layers, features):
+    """Those of 36 layers are the published ones of Qwen3-8B: outputs of layers 1, 9, 17, 25 and 33."""
+    found = dflash.declaration({"num_hidden_layers": num_layers, "vocab_size": 100})["feature_layers"]
+    assert found == features
