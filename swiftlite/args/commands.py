@@ -36,7 +36,10 @@ class SftArgs(
 
 
 _TRUNK_IS_TRAINED = {
-    **dict.fromkeys(("cache_trunk_states", "stream_trunk", "stream_trunk_gb", "drafter"), "it requires a frozen trunk"),
+    **dict.fromkeys(
+        ("cache_trunk_states", "stream_trunk", "stream_trunk_gb", "drafter", "drafter_layers"),
+        "it requires a frozen trunk",
+    ),
     "mtp_mode": "it trains the trunk; to train only heads: swiftlite megatron sft --mtp_mode heads_only",
 }
 _ALL_ROWS_ARE_READ = dict.fromkeys(("streaming", "streaming_buffer_size"), "all rows are read before the first step")

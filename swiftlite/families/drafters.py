@@ -47,13 +47,18 @@ NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
 """The values of --drafter, each with a function that returns what config.json declares for it, without layers."""
 
 
-def with_drafter(hf_config: HfConfig, name: str | None) -> dict[str, Any]:
+def with_drafter(hf_config: HfConfig, name: str | None, decoder_layers: int | None = None) -> dict[str, Any]:
     """Return a config.json that declares a drafter of NEW without layers, so that a run creates them. If it already
     declares this drafter, or `name` is None, nothing changes.
+
+    Args:
+        decoder_layers: number of decoder layers of a DFlash drafter; None: 1.
     """
     if name is None or not isinstance(hf_config.get("num_hidden_layers"), int):  # which a rule reports
         return dict(hf_config)
     new, declared = NEW[name](hf_config), hf_config.get(DRAFTER_KEY)
+    if decoder_layers is not None:
+        new[dflash.LAYERS_KEY] = decoder_layers
     if isinstance(declared, dict) and {**declared, "layers": 0} == new:
         return dict(hf_config)
     return {**hf_config, DRAFTER_KEY: new}

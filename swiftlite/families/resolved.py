@@ -122,5 +122,5 @@ def resolve_options(args: Any) -> dict[str, HfModel]:
         models["model"] = replace(model, config=config, family=get(config, model.directory))
     if getattr(args, "drafter", None):
         model = models["model"]
-        models["model"] = replace(model, config=with_drafter(model.config, args.drafter))
+        models["model"] = replace(model, config=with_drafter(model.config, args.drafter, args.drafter_layers))
     return models

@@ -105,7 +105,9 @@ def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> 
     directory = Path(args.model)
     if not is_of_run:
         directory = _directory_of("model", args.model)
-    hf_config = with_drafter(read_hf_config(config_directory(directory)), getattr(args, "drafter", None))
+    hf_config = read_hf_config(config_directory(directory))
+    if getattr(args, "drafter", None):
+        hf_config = with_drafter(hf_config, args.drafter, args.drafter_layers)
     if isinstance(args, RmArgs):
         hf_config = as_reward_model(hf_config)
     return Facts(world_size, hf_config, directory, names, machine)

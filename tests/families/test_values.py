@@ -52,6 +52,11 @@ def test_types_of_rotary_embeddings_are_those_of_transformers():
         ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": [-1]}, "drafter feature_layers [-1]"),
         ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": 3}, "drafter feature_layers 3"),
         ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": [1], "fc_norm": 1}, "drafter fc_norm true false"),
+        ("drafter", {**BLOCK, "feature_layers": []}, "drafter feature_layers"),
+        ("drafter", {**BLOCK, "feature_layers": [0, 1]}, "drafter feature_layers 0"),
+        ("drafter", {**BLOCK, "decoder_layers": 0}, "drafter decoder_layers 1 16"),
+        ("drafter", {**BLOCK, "mask_token_id": 128}, "drafter mask_token_id"),
+        ("drafter", {**BLOCK, "layers": 2}, "drafter layers 0 1"),
     ],
 )
 def test_what_no_model_has_is_one_line(key, value, problem):

@@ -20,7 +20,9 @@ from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
-from tests.engines.eagle3_reference import Eagle3Reference, declare
+from tests.engines import dflash_reference, eagle3_reference
+from tests.engines.dflash_reference import DFlashReference
+from tests.engines.eagle3_reference import Eagle3Reference
 from tests.engines.reference import Reference, follow, write_trained
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import CASES, SIZES, TP2_SP
@@ -31,14 +33,15 @@ pytestmark = pytest.mark.gloo
 NEW_TOKENS = 11
 # (family, layers of heads, drafts)
 WAYS = {"dense": ("qwen3", 2, 2), "before norm": ("mimo", 2, 2), "latent": ("deepseek_v3", 2, 2)}
-WAYS |= {"unrolled": ("glm4_moe", 1, 3), "eagle3": ("llama", 1, 3)}
-FEATURES = [0, 2, 3]
+WAYS |= {"unrolled": ("glm4_moe", 1, 3), "eagle3": ("llama", 1, 3), "dflash": ("llama", 1, 3)}
+FEATURES = [1, 2, 3]
 NAMES = {
     "dense": ("TP2+SP", "PP2", "PP2xVPP2", "PP2 MTP apart", "CP2", "DP2"),
     "before norm": ("PP2 MTP apart", "PP2xVPP2", "DP2"),
     "latent": ("EP2xTP2", "CP2", "PP2xVPP2", "DP2"),
     "unrolled": ("TP2+SP", "EP2", "PP2", "PP2 MTP apart", "CP2"),
     "eagle3": ("TP2+SP", "PP2", "PP2 MTP apart", "CP2"),
+    "dflash": ("TP2+SP", "PP2 MTP apart", "CP2"),
 }
 LAYOUTS = {name: case.options for name, case in CASES.items()} | {"TP2+SP": TP2_SP}
 
@@ -48,6 +51,8 @@ def expected_counts(directory: Path, way: str, prompts: list[list[int]]) -> Draf
     family, depth, num_drafts = WAYS[way]
     if way == "eagle3":
         reference: Reference = Eagle3Reference.load(directory, family)
+    elif way == "dflash":
+        reference = DFlashReference.load(directory, family)
     else:
         reference = follow(Reference.load(directory, family, depth), FAMILIES[family].mtp.drafting)
     drafts, accepted = 0, [0] * num_drafts
@@ -119,14 +124,18 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
             def draft_as(reference: Reference) -> Reference:
                 if way == "eagle3":
                     return Eagle3Reference.of(reference.trunk, family, FEATURES, "3.1")
+                if way == "dflash":
+                    return DFlashReference.of(reference.trunk, family, FEATURES, layers=2)
                 return follow(reference, FAMILIES[family].mtp.drafting)
 
             prompts = write_trained(directory, family, depth, False, num_drafts, draft_as, **SIZES)
             if way == "eagle3":
-                declare(directory, "3.1", FEATURES)
+                eagle3_reference.declare(directory, "3.1", FEATURES)
+            elif way == "dflash":
+                dflash_reference.declare(directory, FEATURES, layers=2)
             (directory / "prompts.json").write_text(json.dumps(prompts))
 
-        directory = shared(f"acceptance-{family}-{depth}", make)
+        directory = shared(f"acceptance-{way}", make)
         heads = replace(Heads.from_config(read_config(directory)), unroll=num_drafts // depth)
         prompts = json.loads((directory / "prompts.json").read_text())
         chosen = [prompts[index] for index in (1, 11, 3, 9, 10)]  # uneven for two ranks; known by heart and new
@@ -149,6 +158,7 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
         ("latent", "DP2"),
         ("eagle3", "TP2+SP"),
         ("eagle3", "PP2 MTP apart"),
+        ("dflash", "TP2+SP"),
     ),
 )
 def test_counts_are_those_of_an_engine(measured, way, name):

@@ -39,9 +39,13 @@ from swiftlite.families.resolved import HfModel
 # vLLM shares these parameters of the target with every MTP draft (v1/spec_decode/llm_base_proposer.py).
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
-# Scales and zero points of a quantized KV cache, which a checkpoint may omit; the default of scales is -1
-# (layers/quantization/kv_cache.py of 0.32).
-OPTIONAL = (".attn.prob_scale", *(f".attn.{part}_{kind}" for part in "qkv" for kind in ("scale", "zero_point")))
+# Parameters that a checkpoint may omit: scales and zero points of a quantized KV cache, whose default is -1
+# (layers/quantization/kv_cache.py of 0.32), and DFlash's own embedding of mask tokens (models/qwen3_dflash.py).
+OPTIONAL = (
+    "model.mask_embedding",
+    ".attn.prob_scale",
+    *(f".attn.{part}_{kind}" for part in "qkv" for kind in ("scale", "zero_point")),
+)
 
 
 def dry_load(config: EngineConfig) -> LoadReport:

@@ -7,7 +7,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import unsupported
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads
-from swiftlite.families import FAMILIES
+from swiftlite.families import FAMILIES, dflash
 from swiftlite.families.index import known_architecture
 from swiftlite.families.serving import stock
 from swiftlite.families.serving.index import DRAFT_FOR
@@ -96,6 +96,8 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.drafter_layers is not None and args.drafter != dflash.KIND:
+        yield f"--drafter_layers {args.drafter_layers} requires --drafter dflash", "remove it, or use --drafter dflash"
     if facts.heads.kind == MTP:
         return
     name = _drafter(args, facts)

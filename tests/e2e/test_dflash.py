@@ -1,0 +1,72 @@
+"""Test that vLLM without plugins drafts with an exported DFlash drafter, and counts what a reference counts."""
+
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftlite.families.eagle3 import VLLM_TRUNKS
+from tests.e2e.test_eagle3 import FEATURES, exported, sizes_of
+from tests.e2e.test_stock_drafts import (
+    NEW_TOKENS,
+    check_counts,
+    counts_of_transformers,
+    report_of,
+    served_without_plugins,
+)
+from tests.engines.dflash_reference import DFlashReference, declare
+from tests.engines.reference import Counts, Reference, write_trained
+from tests.tiers import some_of
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+DRAFT_CLASS = "DFlashQwen3ForCausalLM"
+
+
+def write_drafted(directory: Path, family: str, layers: int) -> list[list[int]]:
+    """Write a model whose drafts are often correct, and return prompts."""
+
+    def draft_as(reference: Reference) -> Reference:
+        return DFlashReference.of(reference.trunk, family, FEATURES, layers)
+
+    prompts = write_trained(directory, family, 1, family == "llama", 3, draft_as, **sizes_of(family))
+    declare(directory, FEATURES, layers)
+    return prompts
+
+
+TRUNKS = [family for family in VLLM_TRUNKS if family != "granite"]  # whose embeddings have a factor
+CASES: list[Any] = [(family, 1, 3) for family in TRUNKS] + [("llama", 2, 3), ("llama", 1, 1), ("qwen3", 2, 2)]
+
+
+@pytest.mark.engine
+@needs_vllm
+@pytest.mark.parametrize(("family", "layers", "num_tokens"), some_of(CASES, ("llama", 2, 3)))
+def test_counts_of_vllm_without_plugins(family, layers, num_tokens, vllm_host, tmp_path, mesh):
+    prompts = write_drafted(tmp_path / "model", family, layers)
+    reference = DFlashReference.load(tmp_path / "model", family)
+    directory = exported(tmp_path / "model", tmp_path, mesh)
+    counts = check_counts(vllm_host, reference, directory, prompts, num_tokens, DRAFT_CLASS)
+    report = vllm_host.call(partial(report_of, directory))
+    assert (report.problems, report.notes, report.draft) == ([], [], DRAFT_CLASS)
+    reference.features = [0, 1, 2]  # off by one
+    assert reference.simulate(prompts, NEW_TOKENS, num_tokens)[1] != counts
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@needs_vllm
+def test_a_draft_vocabulary(vllm_host, tmp_path, mesh):
+    prompts = write_drafted(tmp_path / "model", "llama", 1)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"mtp_draft_vocab": "0-59 70-127"}))
+    reference = DFlashReference.load(tmp_path / "model", "llama")
+    reference.draft_vocab = [*range(60), *range(70, 128)]
+    directory = exported(tmp_path / "model", tmp_path, mesh)
+    served, _ = vllm_host.call(partial(served_without_plugins, directory, prompts, 3))
+    _, counts = reference.simulate(prompts, NEW_TOKENS, 3)
+    found = Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position)
+    assert found == counts == counts_of_transformers(directory, prompts, 3)
+    reference.draft_vocab = []
+    assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
