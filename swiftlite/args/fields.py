@@ -87,9 +87,9 @@ class MtpArgs:
     decoder layers are read one at a time, and all hidden states are computed. Requires memory for two layers, the
     embedding, the output layer and the heads."""
     drafter: str | None = None
-    """With heads_only: train another drafter instead of MTP heads: eagle3, eagle3.1 (normalized features and states, for
-    more draft tokens), or the block drafter dflash. --mtp_unroll is its number of draft tokens. The export has it in
-    the folder draft/, from which vLLM drafts without swiftlite's plugin. Default: the drafter of the checkpoint."""
+    """With heads_only: train another drafter instead of MTP heads: eagle3, eagle3.1 (normalized features and states,
+    for more draft tokens), or the block drafter dflash. --mtp_unroll is its number of draft tokens. The export has it
+    in the folder draft/, from which vLLM drafts without swiftlite's plugin. Default: the drafter of the checkpoint."""
     drafter_layers: bounds.PositiveInt | None = None
     """With --drafter dflash: number of its decoder layers. Published drafters have 5. Default: 1."""
     draft_for: str | None = None

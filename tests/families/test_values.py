@@ -20,6 +20,9 @@ def test_types_of_rotary_embeddings_are_those_of_transformers():
     assert ROPE_TYPES.keys() == ROPE_INIT_FUNCTIONS.keys() | {"default", "mrope"}
 
 
+BLOCK = {"kind": "dflash", "layers": 1, "feature_layers": [1], "decoder_layers": 1, "mask_token_id": 127}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
