@@ -58,7 +58,7 @@ BLOCK = {"kind": "dflash", "layers": 1, "feature_layers": [1], "decoder_layers":
         ("drafter", {**BLOCK, "feature_layers": []}, "drafter feature_layers"),
         ("drafter", {**BLOCK, "feature_layers": [0, 1]}, "drafter feature_layers 0"),
         ("drafter", {**BLOCK, "decoder_layers": 0}, "drafter decoder_layers 1 16"),
-        ("drafter", {**BLOCK, "mask_token_id": 128}, "drafter mask_token_id"),
+        ("drafter", {**BLOCK, "mask_token_id": -1}, "drafter mask_token_id"),
         ("drafter", {**BLOCK, "layers": 2}, "drafter layers 0 1"),
     ],
 )
