@@ -28,6 +28,8 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+TEACHER_TP2 = {"teacher_tensor_model_parallel_size": 2, "teacher_pipeline_model_parallel_size": 1}
+TEACHER_PP2 = {"teacher_tensor_model_parallel_size": 1, "teacher_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("mixture", "TP2+SP"): TP2 | {"sequence_parallel": True},
     ("mixture", "PP2"): PP2,
@@ -39,6 +41,10 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("reverse", "CP2, packed"): CP2,
     ("reverse", "PP2"): PP2,
     ("forward", "TP2"): TP2,
+    ("mixture", "DP2, teacher TP2"): TEACHER_TP2,
+    ("mixture", "TP2, teacher PP2"): TP2 | TEACHER_PP2,
+    ("reverse", "PP2, packed, teacher TP2"): PP2 | TEACHER_TP2,
+    ("forward", "TP2, teacher DP2"): TP2 | {"teacher_tensor_model_parallel_size": 1},
 }
 IN_CI = [("mixture", "TP2+SP"), ("reverse", "CP2, packed")]
 # Float32 sums in another order.
