@@ -191,6 +191,22 @@ def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_p
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.slow
+def test_a_generation_that_was_drawn_ahead_is_resumed_twice(options, mesh, tmp_path):
+    """The second time is between two steps on it, when the weights are no longer those of its policy."""
+    changed: dict[str, Any] = {"async_rollouts": 1, "num_iterations": 2, "train_iters": 4, "save_steps": 1}
+    changed |= {"max_completion_length": 4, "lr": 0.05, "lr_warmup_fraction": 0.0, "beta": 0.1}
+    whole = train(options(**changed), mesh)
+    stopped = options(output_dir=str(tmp_path / "stopped"), **changed)
+    train_and_stop(stopped, mesh, 0)
+    for stop in (1, 2):
+        train_and_stop(replace(stopped, resume=True), mesh, stop)
+    resumed = train(replace(stopped, resume=True), mesh)
+    assert metrics(resumed) == metrics(whole)
+    expected, found = weights(whole, mesh), weights(resumed, mesh)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_with_adapters_the_reference_is_the_policy_without_them(options, hf_dir, mesh):
     changed: dict[str, Any] = {"lr": 0.05, "lr_warmup_fraction": 0.0, "train_iters": 2, "beta": 0.1}
     run = train(options(tuner_type="lora", lora_rank=4, use_dora=True, **changed), mesh)
