@@ -60,7 +60,7 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("without tools", "TP2, frozen models PP2"): TP2 | FROZEN_PP2,
     ("dapo", "PP2, frozen models TP2"): PP2 | FROZEN_TP2,
     ("dapo", "DP2, packed, frozen models TP2"): {"padding_free": True} | FROZEN_TP2,
-    ("dapo", "TP2, frozen models DP2"): TP2 | {name: 1 for name in FROZEN_TP2},
+    ("dapo", "TP2, frozen models DP2"): TP2 | dict.fromkeys(FROZEN_TP2, 1),
 }
 THIRDS: dict[str, Any] = {"micro_batch_size": 2} | FROZEN_TP2
 """A layout of three ranks that all train; two of them hold the frozen models."""
