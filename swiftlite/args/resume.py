@@ -36,6 +36,8 @@ CHANGEABLE = {
     "ref_logprobs_cache",
     "ref_pipeline_model_parallel_size",
     "ref_tensor_model_parallel_size",
+    "teacher_pipeline_model_parallel_size",
+    "teacher_tensor_model_parallel_size",
     "stream_trunk_gb",
     "micro_batch_size",
     "moe_flex_dispatcher_backend",

@@ -50,6 +50,10 @@ class PolicyArgs:
     the reverse KL divergence. Default of TRL."""
     ref_model: str | None = None
     """With --beta: reference model, a Hugging Face model as for --model. Default: --model before the first step."""
+    ref_tensor_model_parallel_size: bounds.PositiveInt | None = None
+    """Tensor-parallel size of the reference model. Default: --tensor_model_parallel_size."""
+    ref_pipeline_model_parallel_size: bounds.PositiveInt | None = None
+    """Pipeline-parallel size of the reference model. Default: --pipeline_model_parallel_size."""
     sync_ref_model: bool = False
     """With --beta: move the reference model towards the model every --ref_model_sync_steps steps (TR-DPO, TRL)."""
     ref_model_mixup_alpha: bounds.Fraction = 0.6
@@ -59,7 +63,11 @@ class PolicyArgs:
     """With --sync_ref_model: number of steps after which the reference model is moved. Default of TRL."""
     teacher_model: str | None = None
     """Teacher, a Hugging Face model as for --model, with the same tokenizer: its probability of each sampled token is
-    part of the advantage (on-policy distillation). It has the layout of --model. --reward_funcs is then optional."""
+    part of the advantage (on-policy distillation). --reward_funcs is then optional."""
+    teacher_tensor_model_parallel_size: bounds.PositiveInt | None = None
+    """Tensor-parallel size of the teacher. Default: --tensor_model_parallel_size."""
+    teacher_pipeline_model_parallel_size: bounds.PositiveInt | None = None
+    """Pipeline-parallel size of the teacher. Default: --pipeline_model_parallel_size."""
     teacher_kl_coef: bounds.PositiveFloat = 1.0
     """With --teacher_model: COEF * (log p_teacher - log p) is added to the advantage of each token. Default of
     ms-swift."""
@@ -183,7 +191,11 @@ class DistillationArgs(CompletionArgs):
     """Distillation"""
 
     teacher_model: str | None = None
-    """Teacher, a Hugging Face model as for --model, with the same tokenizer. It has the layout of --model."""
+    """Teacher, a Hugging Face model as for --model, with the same tokenizer."""
+    teacher_tensor_model_parallel_size: bounds.PositiveInt | None = None
+    """Tensor-parallel size of the teacher. Default: --tensor_model_parallel_size."""
+    teacher_pipeline_model_parallel_size: bounds.PositiveInt | None = None
+    """Pipeline-parallel size of the teacher. Default: --pipeline_model_parallel_size."""
     lmbda: bounds.Fraction = 0.5
     """Probability that a step trains on completions of the model itself; the other steps train on the answers of the
     rows. Default of TRL and ms-swift."""

@@ -140,11 +140,11 @@ def _teacher_table(
     _, config = facts.described("teacher_model")
     rows: list[tuple[str, ...]] = [("stage", "model", "teacher", "total")]
     totals = []
-    for number, (stage, teacher) in enumerate(zip(stages, teacher_weights(setup, config), strict=True)):
+    for number, (stage, teacher) in enumerate(zip(stages, teacher_weights(args, setup, config), strict=True)):
         totals.append(stage.total + teacher)
         rows.append((str(number), *_cells(stage.total, teacher, totals[-1])))
     heading = f"GB on one rank with the teacher, whose weights stay in memory ({method_of(args).words})"
-    hint = "increase --tensor_model_parallel_size or --pipeline_model_parallel_size"
+    hint = "increase --teacher_tensor_model_parallel_size, --tensor_model_parallel_size or the pipeline sizes"
     return MemoryTable([heading, text_table(rows, indent="  ", numbers=True)], max(totals), "with the teacher", hint)
 
 

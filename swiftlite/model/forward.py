@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from swiftlite.data.batch import Batch
@@ -108,6 +109,8 @@ def run_batches(
         shapes.append(batch.position_ids_BS.shape)
         num_items.append(batch.num_items)
     check, size = _check.get(), len(shapes)
+    if len(mesh.ranks) < dist.get_world_size():
+        check = None  # which all ranks of the job must call
     if check and forward_only:
         size = GROUP_PER_STAGE * mesh.pp.size()
     results = []

@@ -2,30 +2,24 @@
 torch."""
 
 import random
+from dataclasses import replace
 
-from swiftlite.args.commands import GkdArgs
+from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families.architecture import Architecture
+from swiftlite.plan.layout import layout_beside
 
 
-def teacher_layout(args: ParallelLayout, architecture: Architecture | None) -> ParallelLayout:
-    """Return the layout of the teacher: that of the trained model, with equal stages.
-
-    Its last stage is on the ranks of the last stage of the trained model, where both predictions meet.
+def teacher_layout(args: GkdArgs | GrpoArgs, architecture: Architecture | None) -> ParallelLayout:
+    """Return the layout of the teacher: that of the trained model with the sizes of the --teacher_... options.
 
     Args:
-        args: layout of the trained model.
         architecture: that of the teacher. A teacher without experts has no expert parallelism.
     """
-    has_experts = architecture is None or architecture.has_experts
-    return ParallelLayout(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size if has_experts else 1,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size if has_experts else 1,
-    )
+    layout = layout_beside(args, args.teacher_tensor_model_parallel_size, args.teacher_pipeline_model_parallel_size)
+    if architecture is None or architecture.has_experts:
+        return layout
+    return replace(layout, expert_model_parallel_size=1, expert_tensor_parallel_size=1)
 
 
 def is_on_policy(args: GkdArgs, step: int) -> bool:

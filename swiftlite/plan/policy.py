@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from swiftlite.args.commands import GrpoArgs, SftArgs
+from swiftlite.args.fields import ParallelLayout
 from swiftlite.args.rl_fields import ImportanceSamplingLevel, MismatchMode, PolicyLoss
 from swiftlite.base.lora import Lora
+from swiftlite.plan.layout import layout_beside, layout_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ def policy_of(args: SftArgs) -> Policy:
         mismatch_threshold=args.rollout_importance_sampling_threshold,
         max_completion_length=args.max_completion_length,
     )
+
+
+def reference_layout(args: GrpoArgs) -> ParallelLayout:
+    """Return the layout of the reference model of `megatron grpo`: that of the trained model, unless an option sets
+    another size.
+    """
+    sizes = args.ref_tensor_model_parallel_size, args.ref_pipeline_model_parallel_size
+    return layout_beside(args, *sizes) if any(sizes) else layout_of(args)
 
 
 def is_base_of_adapters(args: GrpoArgs, lora: Lora | None) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.args.fields import ParallelLayout, PreferenceLoss
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
+from swiftlite.plan.layout import layout_beside
 
 SMOOTHED = ("sigmoid", "robust", "simpo")
 """Losses that support --label_smoothing."""
@@ -53,17 +54,5 @@ def preference_of(args: SftArgs) -> Preference:
 
 
 def reference_layout(args: DpoArgs) -> ParallelLayout:
-    """Return the layout of the reference model.
-
-    It is the layout of the trained model with the sizes of the --ref_... options and equal stages. If only the
-    reference model uses tensor parallelism, it also uses sequence parallelism, which experts require.
-    """
-    tp = args.ref_tensor_model_parallel_size or args.tensor_model_parallel_size
-    return ParallelLayout(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=args.ref_pipeline_model_parallel_size or args.pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        sequence_parallel=tp > 1 and (args.sequence_parallel or args.tensor_model_parallel_size == 1),
-    )
+    """Return the layout of the reference model of `megatron dpo`."""
+    return layout_beside(args, args.ref_tensor_model_parallel_size, args.ref_pipeline_model_parallel_size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from swiftlite.args.command_line import command_line
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import GkdArgs, SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora
@@ -19,6 +19,7 @@ from swiftlite.families.index import FAMILIES
 from swiftlite.hub import commits
 from swiftlite.methods.index import method_of
 from swiftlite.plan.best_metric import metric_of
+from swiftlite.plan.distillation import teacher_layout
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_for_engine, heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.kernels import Kernels, Machine, choose, largest_head
@@ -107,6 +108,10 @@ def make_plan(
     replicas = data_parallel_size(layout, world_size)
     lr = lr_of(args, checkpoint, is_quantized=is_quantized)
     kernels = choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head)
+    packing = packing_of(args)
+    multiples = [
+        row_multiple_of(each, packing, machine.is_cuda, kernels.low_precision) for each in _layouts_of_rows(args)
+    ]
     lora = lora_of(args, checkpoint)
     # --freeze_llm requires a tower, which options do not name.
     freezes_trunk = trainable_of(args, heads, lora, has_tower=args.freeze_llm).freezes_trunk
@@ -116,14 +121,14 @@ def make_plan(
         data_parallel_size=replicas,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
-        packing=packing_of(args),
+        packing=packing,
         packing_length=args.packing_length or args.max_length,
         heads=heads,
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
         detached_heads=method.detaches_heads,
         temperature=method.temperature(args),
-        row_multiple=row_multiple_of(layout, packing_of(args), machine.is_cuda, kernels.low_precision),
+        row_multiple=math.lcm(*multiples),
         kernels=kernels,
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
         lora=lora,
@@ -184,6 +189,16 @@ def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> D
         overlap_grad_reduce=overlaps,
         overlap_param_gather=settled(args.overlap_param_gather, shares and overlaps),
     )
+
+
+def _layouts_of_rows(args: SftArgs) -> list[ParallelLayout]:
+    """Return the layouts in which the rows of a run are computed: that of the model, and with gkd that of the
+    teacher.
+    """
+    layouts = [layout_of(args)]
+    if isinstance(args, GkdArgs):
+        layouts.append(teacher_layout(args, None))
+    return layouts
 
 
 def row_multiple_of(

@@ -37,6 +37,7 @@ from swiftlite.rollouts.training import load_prompts
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data
+from swiftlite.train.methods.distant_teacher import DistantTeacher
 from swiftlite.train.methods.distillation import DistillationObjective
 from swiftlite.train.methods.teacher import Teacher, check_tokenizer
 from swiftlite.train.methods.training import TrainBatches, Training
@@ -266,7 +267,10 @@ def distillation_objective(run: Run) -> DistillationObjective:
     model = run.teacher_model
     assert model is not None
     layout = teacher_layout(args, model.family.architecture(model.config))
-    teacher = Teacher.open(run, model, layout)
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    # In the layout of the trained model, both predictions are on the same ranks.
+    is_distant = sizes != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    teacher = (DistantTeacher if is_distant else Teacher).open(run, model, layout)
     return DistillationObjective(teacher, args.beta, run.plan.heads, args.mtp_loss_scaling_factor)
 
 

@@ -6,38 +6,39 @@ SyncRefModelCallback does; checkpoints contain its weights.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads
-from swiftlite.data.sample import Sample
+from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import without_adapters
+from swiftlite.model.ranks import broadcast_from_mesh
 from swiftlite.plan.distillation import teacher_layout
-from swiftlite.plan.policy import is_base_of_adapters
+from swiftlite.plan.policy import is_base_of_adapters, reference_layout
 from swiftlite.plan.trainable import is_head_parameter
 from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.checkpoint.checkpointer import REFERENCE, load_checkpoint
-from swiftlite.train.methods.frozen import open_frozen
+from swiftlite.train.methods.frozen import batches_of, open_frozen
 from swiftlite.train.phases import Run
 from swiftlite.train.trainer import whole_parameters
 
 
 @dataclass(frozen=True)
 class FrozenPolicy:
-    """A frozen model on the ranks of the trained model.
+    """A frozen model on ranks of the trained model.
 
     Attributes:
         name: the model as the options name it, which is stored with the log-probabilities.
         chunks: its stages on this rank.
         mesh: its ranks and layout.
+        batches: divides rows over the ranks of `mesh`.
         opened: returns a context in which `chunks` are the frozen model.
     """
 
@@ -61,8 +62,13 @@ class FrozenPolicy:
 
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the log-probabilities of all tokens of completions, one completion after another. Collective."""
-        with self.opened():
-            return np.concatenate(token_log_probabilities(self.chunks, self.mesh, self.batches, samples))
+        num_labels = sum(np.count_nonzero(sample.labels != IGNORED) for sample in samples)
+        found = torch.zeros(num_labels)
+        if self.mesh.is_here:
+            with self.opened():
+                log_p = token_log_probabilities(self.chunks, self.mesh, self.batches, samples)
+            found = torch.from_numpy(np.concatenate(log_p))
+        return broadcast_from_mesh(found.to(self.mesh.device.torch_device), self.mesh).cpu().numpy()
 
 
 def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
@@ -71,14 +77,13 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
     Raises:
         UserError: a model cannot be opened.
     """
-    batches = replace(run.batches, plan=replace(run.plan, heads=Heads()))
     policies = {}
     if args.beta and is_base_of_adapters(args, run.plan.lora):
         policies["reference"] = base_of_adapters(run)
     elif args.beta:
         model, flag = run.ref_model or run.hf_model, "--ref_model" if run.ref_model else "--model"
-        opened = open_frozen(run, model, run.mesh.layout, flag)
-        reference = FrozenPolicy(args.ref_model or args.model, *opened, batches)
+        chunks, mesh = open_frozen(run, model, reference_layout(args), flag)
+        reference = FrozenPolicy(args.ref_model or args.model, chunks, mesh, batches_of(run, mesh))
         if args.sync_ref_model:
             _check_same_parameters(run, reference.chunks, model, flag)
             if run.checkpoint:
@@ -87,8 +92,8 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
     if args.teacher_model:
         assert run.teacher_model is not None
         layout = teacher_layout(args, run.teacher_model.family.architecture(run.teacher_model.config))
-        opened = open_frozen(run, run.teacher_model, layout, "--teacher_model")
-        policies["teacher"] = FrozenPolicy(args.teacher_model, *opened, batches)
+        chunks, mesh = open_frozen(run, run.teacher_model, layout, "--teacher_model")
+        policies["teacher"] = FrozenPolicy(args.teacher_model, chunks, mesh, batches_of(run, mesh))
     return policies
 
 

@@ -209,7 +209,9 @@ class Rollouts:
             generation = self._with_log_probabilities(number, generation)
         else:
             generation = self._with_frozen(number, generation)
-        if is_new:
+        # One that was drawn ahead and read again gets its log-probabilities now. Between two steps on it, a further
+        # resumed run could not compute those of its policy.
+        if is_new or (generation is not found[0] and not self.files.reads_only):
             on_first_rank(lambda: self.files.write_drawn(number, generation))
         return generation
 

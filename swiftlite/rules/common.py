@@ -22,10 +22,12 @@ from swiftlite.args.data_file import (
     split_sample,
 )
 from swiftlite.args.docs import options, unsupported
+from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads, depth_key, kind_of
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.data.template_kwargs import impossible_names
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes, known_architecture
 from swiftlite.families.reward_model import is_reward_model
@@ -33,7 +35,7 @@ from swiftlite.hub.name import MODELSCOPE, dataset_name, model_name
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
 from swiftlite.plan.heads import heads_of
-from swiftlite.plan.layout import layout_of, layout_problems, process_problems
+from swiftlite.plan.layout import layout_of, layout_problems, process_problems, ranks_of
 
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
 _PATHS += ("ref_model", "ref_logprobs_cache", "cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
@@ -284,6 +286,17 @@ def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
     heads = heads_of(args, facts.heads) if isinstance(args, SftArgs) else facts.heads
     yield from layout_problems(layout, facts.architecture, heads.layers)
     yield from process_problems(layout, facts.world_size)
+
+
+def problems_beside(
+    layout: ParallelLayout, architecture: Architecture | None, args: Any, facts: Facts
+) -> Iterator[Problem]:
+    """Yield the problems of the layout of another model that the layout of the trained model does not have."""
+    own, num_ranks = layout_of(args), len(ranks_of(layout, facts.world_size))
+    of_model = [*layout_problems(own, facts.architecture, 0), *process_problems(own, facts.world_size)]
+    for problem in (*layout_problems(layout, architecture, 0), *process_problems(layout, num_ranks)):
+        if problem not in of_model:  # another rule reports those
+            yield problem
 
 
 def rows_have_a_supported_length(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -8,7 +8,16 @@ import typing
 import pytest
 import yaml
 
-from swiftlite.args.commands import BenchArgs, DeployArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import (
+    BenchArgs,
+    DeployArgs,
+    EvaluateArgs,
+    ExportArgs,
+    GkdArgs,
+    GrpoArgs,
+    InferArgs,
+    SftArgs,
+)
 from swiftlite.args.config import convert, from_config, near, read_file, write_config
 from swiftlite.args.docs import options
 from swiftlite.base.errors import OptionError, UserError
@@ -124,6 +133,12 @@ def test_near(word, expected):
 
 def test_near_suggests_nothing_that_is_not_there():
     assert near("learning_rate", ["model"]) == ""
+
+
+def test_a_layout_of_a_reward_model_is_that_of_its_server():
+    name = "reward_tensor_model_parallel_size"
+    assert near(name, list(options(GrpoArgs))) == "reward_server"
+    assert near(name, list(options(GkdArgs))) != "reward_server"
 
 
 def test_yaml_reads_exponents_without_a_point_as_numbers(tmp_path):

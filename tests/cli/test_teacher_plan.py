@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from swiftlite import rules
+from swiftlite.args.commands import GkdArgs
 from swiftlite.base.errors import OptionError
 from swiftlite.plan.cost.teacher_memory import teacher_weights
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
@@ -31,17 +32,26 @@ def test_the_teacher_is_added_to_every_stage(capsys, model):  # noqa: F811
     assert mentions(lines[-1], "--tensor_model_parallel_size")
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_sizes_are_those_of_the_files(tmp_path, stages):
+@pytest.mark.parametrize(("stages", "of_teacher"), [(1, None), (2, None), (2, 1)])
+def test_sizes_are_those_of_the_files(tmp_path, stages, of_teacher):
     """The teacher has another family and more layers than the model, and stages of its own."""
     directory = make_tiny_hf(tmp_path / "hf", "qwen3", depth=1)
     teacher = make_tiny_hf(tmp_path / "teacher", "deepseek_v3", depth=0, num_hidden_layers=4)
-    args = planned(model=str(directory), torch_dtype="float32", pipeline_model_parallel_size=stages, max_length=64)
-    setup = setup_of(args)
-    weights = teacher_weights(setup, json.loads((teacher / "config.json").read_text()))
+    args = planned(
+        model=str(directory),
+        teacher_model=str(teacher),
+        torch_dtype="float32",
+        pipeline_model_parallel_size=stages,
+        teacher_pipeline_model_parallel_size=of_teacher,
+        max_length=64,
+    )
+    setup, run = setup_of(args), args.run
+    assert isinstance(run, GkdArgs)
+    weights = teacher_weights(run, setup, json.loads((teacher / "config.json").read_text()))
     assert len(weights) == stages
     size = sum(tensor.nbytes for tensor in load_file(teacher / "model.safetensors").values())
-    assert sum(weights) == pytest.approx(size, rel=1e-3)  # without the biases of routers
+    copies = stages // (of_teacher or stages)
+    assert sum(weights) == pytest.approx(copies * size, rel=1e-3)  # without the biases of routers
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,22 @@ def test_drafts_from_the_text_equal_the_reference(tmp_path, monkeypatch, specula
     assert accepted < counts.drafted
 
 
-def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path, monkeypatch):
+FILTERS: dict[str, Any] = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3}
+
+
+@pytest.mark.parametrize("filters", some_of([{}, FILTERS], {}), ids=["whole", "filtered"])
+def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path, monkeypatch, filters):
     """Drafts of heads are sampled and verified by rejection, drafts from the text are certain. Answers have the
-    distribution of the trunk."""
+    distribution of the trunk, also after filters."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     size, end = 7, 6
     directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=size)
     write_tokenizer(directory, size, end)
     # After several first tokens, the last two tokens occurred before.
     prompt = [5, 4, 0, 4, 1, 4, 2, 4, 3, 5, 4]
-    expected = joint_distribution(directory, top_p=1.0, num_tokens=size, end=end, prompt=prompt)
+    whole, expected = (
+        joint_distribution(directory, num_tokens=size, end=end, prompt=prompt, **each) for each in ({}, filters)
+    )
     config = EngineConfig(
         resolve_served(directory),
         torch_dtype="float32",
@@ -138,15 +144,15 @@ def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path, monkeypatch)
     )
     engine = start_engine("llamacpp", config)
     try:
-        sampling = Sampling(5, temperature=TEMPERATURE, stop_token_ids=(end,))
+        sampling = Sampling(5, temperature=TEMPERATURE, stop_token_ids=(end,), **filters)
         answers = engine.generate([prompt] * 2000, sampling)
         counts = engine.draft_counts()
     finally:
         engine.close()
-    found = []
-    for answer in answers:
-        found.append([*answer.token_ids, end, end][:3])
+    found = [[*answer.token_ids, end, end][:3] for answer in answers]
     assert probability(found, expected) > FALSE_ALARM
+    if filters:
+        assert probability(found, whole) < FALSE_ALARM / 1e6
     assert 0.05 < counts.accepted / counts.drafted < 0.95
     assert sum(bool(from_text([*prompt, tokens[0]], TEXT_TOKENS)) for tokens in found) > len(found) / 10
 

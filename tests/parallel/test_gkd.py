@@ -28,6 +28,8 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+TEACHER_TP2 = {"teacher_tensor_model_parallel_size": 2, "teacher_pipeline_model_parallel_size": 1}
+TEACHER_PP2 = {"teacher_tensor_model_parallel_size": 1, "teacher_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("mixture", "TP2+SP"): TP2 | {"sequence_parallel": True},
     ("mixture", "PP2"): PP2,
@@ -39,6 +41,10 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("reverse", "CP2, packed"): CP2,
     ("reverse", "PP2"): PP2,
     ("forward", "TP2"): TP2,
+    ("mixture", "DP2, teacher TP2"): TEACHER_TP2,
+    ("mixture", "TP2, teacher PP2"): TP2 | TEACHER_PP2,
+    ("reverse", "PP2, packed, teacher TP2"): PP2 | TEACHER_TP2,
+    ("forward", "TP2, teacher DP2"): TP2 | {"teacher_tensor_model_parallel_size": 1},
 }
 IN_CI = [("mixture", "TP2+SP"), ("reverse", "CP2, packed")]
 # Float32 sums in another order.
@@ -61,12 +67,14 @@ def store_all(jobs: list[GkdArgs], ports: list[int]) -> None:
                 store(args, mesh, Path(args.rollouts_from or ""), step)
 
 
-def compare(place: Path, alone: dict[str, GkdArgs], divided: dict[tuple[str, str], GkdArgs]) -> None:
+def compare(
+    place: Path, alone: dict[str, GkdArgs], divided: dict[tuple[str, str], GkdArgs], num_processes: int = 2
+) -> None:
     """Train each job in one process and in its layout, and compare their metrics."""
     used = {what: args for what, args in alone.items() if any(what == of for of, _ in divided)}
     start(1, store_all, list(used.values()))
     start(1, run_all, list(used.values()), 1)
-    start(2, run_all, list(divided.values()), 2)
+    start(num_processes, run_all, list(divided.values()), num_processes)
     for (what, name), args in divided.items():
         expected, found = metrics_of(used[what]), metrics_of(args)
         assert [line["on_policy"] for line in expected] == [0, 1]
@@ -84,6 +92,14 @@ def test_a_layout_changes_no_number(tmp_path, is_in_ci):
         if ((what, name) in IN_CI) == is_in_ci:
             divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
     compare(tmp_path, alone, divided)
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_part_of_the_teacher(tmp_path):
+    """Three ranks train; two of them hold the teacher."""
+    args = make_options(tmp_path, "mixture", **TRAINED["mixture"])
+    divided = replace(args, output_dir=str(tmp_path / "DP3"), micro_batch_size=2, **TEACHER_TP2)
+    compare(tmp_path, {"mixture": args}, {("mixture", "DP3, teacher TP2"): divided}, 3)
 
 
 @pytest.mark.slow

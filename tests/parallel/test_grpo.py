@@ -39,6 +39,10 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+# Layouts of the reference model and the teacher.
+FROZEN_TP2 = {f"{name}_tensor_model_parallel_size": 2 for name in ("ref", "teacher")}
+FROZEN_TP2 |= {f"{name}_pipeline_model_parallel_size": 1 for name in ("ref", "teacher")}
+FROZEN_PP2 = {name: 3 - size for name, size in FROZEN_TP2.items()}
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("dapo", "TP2+SP"): TP2 | {"sequence_parallel": True},
     ("dapo", "PP2"): PP2,
@@ -53,8 +57,13 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("experts", "EP2"): {"expert_model_parallel_size": 2},
     ("lora", "TP2"): TP2,
     ("without tools", "DP2"): {},
-    ("without tools", "TP2"): TP2,
+    ("without tools", "TP2, frozen models PP2"): TP2 | FROZEN_PP2,
+    ("dapo", "PP2, frozen models TP2"): PP2 | FROZEN_TP2,
+    ("dapo", "DP2, packed, frozen models TP2"): {"padding_free": True} | FROZEN_TP2,
+    ("dapo", "TP2, frozen models DP2"): TP2 | dict.fromkeys(FROZEN_TP2, 1),
 }
+THIRDS: dict[str, Any] = {"micro_batch_size": 2} | FROZEN_TP2
+"""A layout of three ranks that all train; two of them hold the frozen models."""
 # Float32 sums in another order; the log-probabilities of completions are sums of about 10 numbers near 5.
 TOLERANCE: dict[str, Any] = {"rel": 1e-3, "abs": 2e-4}
 
@@ -84,7 +93,7 @@ def store_all(jobs: list[GrpoArgs], ports: list[int]) -> None:
 
 
 # CI runs stages, packed parts of sequences, and completions without tools. All others are in the slow tier.
-CI = [("dapo", "PP2xVPP2"), ("sequence", "CP2, packed"), ("without tools", "TP2")]
+CI = [("dapo", "PP2xVPP2"), ("sequence", "CP2, packed"), ("without tools", "TP2, frozen models PP2")]
 CHOSEN = {name: LAYOUTS[name] for name in CI}
 
 
@@ -105,6 +114,10 @@ def test_a_layout_changes_no_number(tmp_path, layouts):
     for (what, name), layout in layouts.items():
         divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
     start(2, run_all, list(divided.values()), 2)
+    if layouts is LAYOUTS:
+        thirds = replace(alone["dapo"], output_dir=str(tmp_path / "thirds"), **THIRDS)
+        start(3, run_all, [thirds], 3)
+        divided["dapo", "DP3, frozen models TP2"] = thirds
     for (what, name), args in divided.items():
         found, expected = metrics_of(args), metrics_of(alone[what])
         assert len(expected) == STEPS

@@ -172,7 +172,8 @@ def train(args: SftArgs, mesh: Mesh) -> Path:
 def train_and_stop(args: SftArgs, mesh: Mesh, stop: int) -> Path:
     """Run phases until the generation of the second step after step `stop` is written, but not trained on."""
     run = prepare(args, mesh)
-    trainer = training.make_trainer(run, phases.restore(run))
+    state = phases.restore(run)
+    trainer = training.make_trainer(run, state)
 
     class Killed(Exception):
         pass
@@ -187,7 +188,7 @@ def train_and_stop(args: SftArgs, mesh: Mesh, stop: int) -> Path:
 
     trainer.step = step  # type: ignore[method-assign]
     try:
-        trainer.fit(0)
+        trainer.fit(state.step)
     except Killed:
         pass
     else:

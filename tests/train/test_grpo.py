@@ -24,7 +24,7 @@ from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.training import open_rollouts
 from swiftlite.train import phases
 from swiftlite.train import run as training
-from tests.messages import naming
+from tests.messages import mentions, naming
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.completions import (
@@ -186,6 +186,22 @@ def test_a_resumed_run_equals_the_unbroken_one(options, teacher_dir, mesh, tmp_p
     resumed = train(options(output_dir=str(tmp_path / "stopped"), resume=True, **changed), mesh)
     for name, content in drawn.items():
         assert (resumed / "rollouts" / name).read_bytes() == content
+    assert metrics(resumed) == metrics(whole)
+    expected, found = weights(whole, mesh), weights(resumed, mesh)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_a_generation_that_was_drawn_ahead_is_resumed_twice(options, mesh, tmp_path):
+    """The second time is between two steps on it, when the weights are no longer those of its policy."""
+    changed: dict[str, Any] = {"async_rollouts": 1, "num_iterations": 2, "train_iters": 4, "save_steps": 1}
+    changed |= {"max_completion_length": 4, "lr": 0.05, "lr_warmup_fraction": 0.0, "beta": 0.1}
+    whole = train(options(**changed), mesh)
+    stopped = options(output_dir=str(tmp_path / "stopped"), **changed)
+    train_and_stop(stopped, mesh, 0)
+    for stop in (1, 2):
+        train_and_stop(replace(stopped, resume=True), mesh, stop)
+    resumed = train(replace(stopped, resume=True), mesh)
     assert metrics(resumed) == metrics(whole)
     expected, found = weights(whole, mesh), weights(resumed, mesh)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -462,6 +478,11 @@ def test_named_rewards_are_checked_with_the_options_of_the_run(options):
         ({"delta": 1.1}, "--delta"),
         ({"sync_ref_model": True}, "--sync_ref_model --beta 0"),
         ({"sync_ref_model": True, "beta": 0.1, "tuner_type": "lora"}, "--sync_ref_model --tuner_type lora"),
+        (
+            {"sync_ref_model": True, "beta": 0.1, "ref_pipeline_model_parallel_size": 1},
+            "--sync_ref_model --ref_pipeline_model_parallel_size 1",
+        ),
+        ({"beta": 0.1, "ref_tensor_model_parallel_size": 2}, "reference --tensor_model_parallel_size 2"),
         ({"reward_server": ["a:8001"], "reward_weights": []}, "--reward_server a:8001 http://HOST:PORT"),
         ({"reward_server": ["http://a:1"] * 2, "reward_weights": []}, "--reward_server http://a:1"),
         ({"mtp_mode": "heads_only"}, "--mtp_mode heads_only"),
@@ -483,6 +504,14 @@ def test_invalid_options_are_named(options, changed, named):
     args: GrpoArgs = options(**changed)
     with pytest.raises(OptionError, match=naming(named)):
         rules.check(args, 1)
+
+
+def test_layouts_without_effect_are_named(options):
+    layout = {"ref_tensor_model_parallel_size": 1, "teacher_pipeline_model_parallel_size": 1}
+    notes = [*rules.check(options(**layout), 1), *rules.check(options(**layout, beta=0.1, tuner_type="lora"), 1)]
+    for words in ("--ref_tensor_model_parallel_size --beta 0", "--ref_tensor_model_parallel_size adapters"):
+        assert any(mentions(note, words) for note in notes), words
+    assert any(mentions(note, "--teacher_pipeline_model_parallel_size --teacher_model") for note in notes)
 
 
 def test_an_engine_on_the_gpu_of_the_trainer_leaves_it_memory(options):

@@ -107,16 +107,7 @@ class SglangEngine:
         async def answer(place: int, prompt: Sequence[int]) -> Completion:
             output: Any = await self._engine.async_generate(
                 input_ids=list(prompt),
-                sampling_params={
-                    "temperature": sampling.temperature,
-                    **filters_of(sampling),
-                    "top_k": sampling.top_k or -1,
-                    # SGLang rejects a request whose prompt and answer might not fit.
-                    "max_new_tokens": min(sampling.max_new_tokens, self._max_length - len(prompt)),
-                    "stop_token_ids": list(sampling.stop_token_ids),
-                    "ignore_eos": not sampling.stop_token_ids,  # also disables stop_token_ids
-                    "sampling_seed": sampling.seed_of(place),
-                },
+                sampling_params=sampling_params(sampling, place, self._max_length - len(prompt)),
                 return_logprob=sampling.log_p,
             )
             self._counts += draft_counts(output["meta_info"], self.num_speculative_tokens)
@@ -141,6 +132,24 @@ class SglangEngine:
     def close(self) -> None:
         """Stop SGLang's processes and wait for them."""
         self._engine.shutdown()
+
+
+def sampling_params(sampling: Sampling, place: int, room: int) -> dict[str, Any]:
+    """Return the sampling parameters of a request.
+
+    Args:
+        place: number of the prompt.
+        room: maximum number of tokens; SGLang rejects a request whose prompt and answer might not fit.
+    """
+    return {
+        "temperature": sampling.temperature,
+        **filters_of(sampling),
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": not sampling.stop_token_ids,  # also disables stop_token_ids
+        "sampling_seed": sampling.seed_of(place),
+    }
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:

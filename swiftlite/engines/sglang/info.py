@@ -64,9 +64,9 @@ SGLANG = EngineInfo(
     measured="0.5.23",
     memory_option="mem_fraction_static",
     draws_rollouts=True,
-    sampling_options=("top_p", "top_k", "min_p", "repetition_penalty"),
-    # It verifies drafts with the penalty of the text before the step, and without min_p (speculative/eagle_utils.py).
-    sampling_options_without_drafts=("min_p", "repetition_penalty"),
+    # Its repetition_penalty does not count the tokens of the prompt (sampling/penaltylib/repetition_penalty.py).
+    sampling_options=("top_p", "top_k", "min_p"),
+    sampling_options_without_drafts=("min_p",),  # it verifies drafts without it (speculative/eagle_utils.py)
     filters_log_p=False,
     options_class=SglangArgs,
     read_speculative_config=read_speculative_config,

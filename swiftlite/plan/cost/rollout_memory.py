@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.base.heads import Heads
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import Rank
 from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.cost.memory import StageMemory, estimate
 from swiftlite.plan.cost.setup import Setup
-from swiftlite.plan.cost.teacher_memory import teacher_weights
-from swiftlite.plan.policy import is_base_of_adapters
+from swiftlite.plan.cost.teacher_memory import frozen_weights, teacher_weights
+from swiftlite.plan.policy import is_base_of_adapters, reference_layout
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,12 @@ def estimate_rollouts(
 
     Args:
         setup, stages: setup and stages of the trained model.
-        reference_config: config.json of the reference model, which has the layout of the trained model.
+        reference_config: config.json of the reference model.
         teacher_config: config.json of the teacher; None without one.
     """
-    frozen = dataclasses.replace(setup, heads=Heads(), lora=None, low_precision=None)
     has_reference = args.beta and not is_base_of_adapters(args, setup.lora)
-    reference = estimate(reference_config, frozen)[0].weights if has_reference else 0
-    teacher = teacher_weights(setup, teacher_config)[0] if teacher_config else 0
+    reference = frozen_weights(setup, reference_layout(args), reference_config)[0] if has_reference else 0
+    teacher = teacher_weights(args, setup, teacher_config)[0] if teacher_config else 0
     whole = dataclasses.replace(setup, layout=ParallelLayout(), num_gpus=1, lora=None, low_precision=None)
     engine = estimate(hf_config, whole)[0].weights
     return RolloutMemory(stages[0].total, reference, teacher, engine, _cache_bytes(args, setup, hf_config))

@@ -1,28 +1,44 @@
-"""Estimate the memory of the teacher of `megatron gkd` or `megatron grpo` (`doctor --plan --teacher_model`).
+"""Estimate the memory of frozen models beside the trained one: the teacher of `megatron gkd` or `megatron grpo`
+(`doctor --plan --teacher_model`) and the reference model of `megatron grpo`.
 
 This module does not import torch.
 
-The teacher's activations are freed before the step of the trained model, and its final hidden states (gkd) are in the
-memory of the host, so only its weights are added to the memory of a rank.
+Their activations are freed before the step of the trained model, and the final hidden states of a teacher (gkd) are in
+the memory of the host, so only their weights are added to the memory of a rank.
 """
 
 import dataclasses
 
+from swiftlite.args.commands import GkdArgs, GrpoArgs
+from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.heads import Heads
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.distillation import teacher_layout
+from swiftlite.plan.layout import ranks_of
 
 
-def teacher_weights(setup: Setup, teacher_config: HfConfig) -> list[int]:
-    """Return the bytes of the teacher's weights on a rank of each pipeline stage.
+def teacher_weights(args: GkdArgs | GrpoArgs, setup: Setup, teacher_config: HfConfig) -> list[int]:
+    """Return the bytes of the teacher's weights, as `frozen_weights`."""
+    return frozen_weights(setup, teacher_layout(args, architecture_of(teacher_config)), teacher_config)
+
+
+def frozen_weights(setup: Setup, layout: ParallelLayout, config: HfConfig) -> list[int]:
+    """Return, for each pipeline stage of the trained model, the bytes of a frozen model's weights on a rank of this
+    stage. If its ranks have different stages of the frozen model, it is the largest of these.
 
     Args:
         setup: setup of the trained model.
-        teacher_config: config.json of the teacher.
+        layout, config: layout and config.json of the frozen model.
     """
-    layout = teacher_layout(setup.layout, architecture_of(teacher_config))
-    frozen = dataclasses.replace(setup, layout=layout, heads=Heads(), lora=None, low_precision=None)
-    return [stage.weights for stage in estimate(teacher_config, frozen)]
+    num_ranks = len(ranks_of(layout, setup.num_gpus))
+    frozen = dataclasses.replace(setup, layout=layout, num_gpus=num_ranks, heads=Heads(), lora=None, low_precision=None)
+    weights = [stage.weights for stage in estimate(config, frozen)]
+    most = [0] * setup.layout.pipeline_model_parallel_size
+    for rank in range(num_ranks):
+        # Ranks of a stage are consecutive, because pipeline is the last dimension in megatron-core's order.
+        place = rank * len(most) // setup.num_gpus
+        most[place] = max(most[place], weights[rank * len(weights) // num_ranks])
+    return most

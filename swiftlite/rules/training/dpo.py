@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterator
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import DpoArgs, RmArgs
+from swiftlite.args.commands import DpoArgs, GrpoArgs, RmArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.fields import ParallelLayout
 from swiftlite.families.index import FAMILIES, known_architecture
 from swiftlite.plan.facts import Facts, near_path
-from swiftlite.plan.layout import layout_of, layout_problems, process_problems, ranks_of, sequence_multiple
+from swiftlite.plan.layout import layout_of, sequence_multiple
 from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
 from swiftlite.rules import common
 from swiftlite.rules.training import sft
@@ -51,27 +52,20 @@ def reference_is_a_model(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
-    """Yield problems of the reference model's layout that the trained model's layout does not have."""
-    if out_of_bounds(args) or not preference_of(args).needs_reference:
-        return
+    if not out_of_bounds(args) and preference_of(args).needs_reference:
+        yield from reference_problems(reference_layout(args), args, facts)
+
+
+def reference_problems(layout: ParallelLayout, args: DpoArgs | GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    """Yield the problems of the reference model's layout that the trained model's layout does not have."""
     config = facts.hf_config
     if args.ref_model:
         _, config = facts.described("ref_model")
-    architecture = known_architecture(config)
-    layout = reference_layout(args)
-    num_ranks = len(ranks_of(layout, facts.world_size))
-    problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, num_ranks)]
-    model_problems = layout_of(args)
-    model_problems = [
-        *layout_problems(model_problems, facts.architecture, 0),
-        *process_problems(model_problems, facts.world_size),
-    ]
-    for problem, hint in problems:
-        if (problem, hint) not in model_problems:  # another rule reports those
-            yield (
-                f"the reference model: {problem}",
-                hint or "use --ref_tensor_model_parallel_size and --ref_pipeline_model_parallel_size",
-            )
+    for problem, hint in common.problems_beside(layout, known_architecture(config), args, facts):
+        yield (
+            f"the reference model: {problem}",
+            hint or "use --ref_tensor_model_parallel_size and --ref_pipeline_model_parallel_size",
+        )
 
 
 def without_reference(args: DpoArgs) -> dict[str, tuple[bool, str]]:

@@ -18,8 +18,9 @@ from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.methods.index import method_of
 from swiftlite.methods.reward_names import name_of, name_of_server, reward_names_of
 from swiftlite.plan.facts import Facts
-from swiftlite.plan.heads import heads_of, mtp_init_of
+from swiftlite.plan.heads import heads_of, lora_of, mtp_init_of
 from swiftlite.plan.layout import choices
+from swiftlite.plan.policy import is_base_of_adapters, reference_layout
 from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
 from swiftlite.rewards.models import check_directory
@@ -261,9 +262,17 @@ def draft_schedule_fits_the_engine(args: GrpoArgs | GkdArgs, facts: Facts) -> It
         yield error.problem, error.hint
 
 
+def reference_fits_its_layout(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.beta and not out_of_bounds(args):
+        yield from dpo.reference_problems(reference_layout(args), args, facts)
+
+
 def reference_can_follow(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
     if not args.sync_ref_model:
         return
+    for name in common.changed(args, _OF_REFERENCE):
+        problem = f"--sync_ref_model requires the layout of the model, but --{name} is {vars(args)[name]}"
+        yield problem, f"remove --{name}"
     if not args.beta:
         yield "--sync_ref_model: there is no reference model, because --beta is 0", "use --beta 0.04, or omit it"
     if args.tuner_type == "lora":
@@ -288,6 +297,9 @@ def old_completions_are_corrected(args: GrpoArgs, facts: Facts) -> Iterator[Prob
 def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     """Yield a note for each changed option that has no effect."""
     no_rewards = (not reward_names_of(args), "--reward_funcs is not given")
+    no_reference = (not args.beta, "--beta is 0")
+    lora = lora_of(args, facts.heads)
+    adapters = (is_base_of_adapters(args, lora), "the reference is the model without its adapters")
     no_length = ("length" not in args.reward_funcs, "--reward_funcs does not contain length")
     not_drafted = (args.speculative == "none", "--speculative is none")
     no_heads = (not heads_of(args, facts.heads).layers, "the model has no MTP layers")
@@ -295,9 +307,10 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     stored = (args.rollouts_from is not None, "--rollouts_from is given")
     served = (bool(args.rollout_server), "--rollout_server is given")
     idle = {
-        "ref_model": (not args.beta, "--beta is 0"),
+        "ref_model": no_reference,
+        **dict.fromkeys(_OF_REFERENCE, no_reference if no_reference[0] else adapters),
         **dict.fromkeys(_OF_SYNC, (not args.sync_ref_model, "--sync_ref_model is false")),
-        "teacher_kl_coef": (args.teacher_model is None, "--teacher_model is not given"),
+        **dict.fromkeys(_OF_TEACHER, (args.teacher_model is None, "--teacher_model is not given")),
         "speculative": no_heads,
         "num_speculative_tokens": no_heads if no_heads[0] else not_drafted,
         "draft_schedule": no_heads if no_heads[0] else not_drafted,
@@ -316,6 +329,8 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
     yield from common.without_effect(args, idle)
 
 
+_OF_REFERENCE = ("ref_tensor_model_parallel_size", "ref_pipeline_model_parallel_size")
+_OF_TEACHER = ("teacher_kl_coef", "teacher_tensor_model_parallel_size", "teacher_pipeline_model_parallel_size")
 _OF_SYNC = ("ref_model_mixup_alpha", "ref_model_sync_steps")
 _OF_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 _WITH_TABLES = ("wandb", "swanlab", "trackio")
@@ -330,6 +345,7 @@ RULES = (
     named_rewards_are_known,
     conversations_have_code,
     old_completions_are_corrected,
+    reference_fits_its_layout,
     reference_can_follow,
     groups_fit_the_batch,
     rewards_can_be_compared,

@@ -8,7 +8,7 @@ from swiftlite.args.config import Problem
 from swiftlite.families.index import FAMILIES, known_architecture
 from swiftlite.plan.distillation import teacher_layout
 from swiftlite.plan.facts import Facts, near_path
-from swiftlite.plan.layout import layout_of, layout_problems, process_problems
+from swiftlite.rules import common
 
 
 def teacher_is_a_model(args: GkdArgs | GrpoArgs, facts: Facts) -> Iterator[Problem]:
@@ -38,9 +38,8 @@ def teacher_fits_the_layout(args: GkdArgs | GrpoArgs, facts: Facts) -> Iterator[
     if args.teacher_model is None or out_of_bounds(args):
         return
     architecture = known_architecture(facts.described("teacher_model")[1])
-    layout, own = teacher_layout(args, architecture), layout_of(args)
-    problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, facts.world_size)]
-    of_model = [*layout_problems(own, facts.architecture, 0), *process_problems(own, facts.world_size)]
-    for problem, hint in problems:
-        if (problem, hint) not in of_model:  # another rule reports those
-            yield f"--teacher_model {args.teacher_model}: {problem}", hint or "the teacher has the layout of --model"
+    for problem, hint in common.problems_beside(teacher_layout(args, architecture), architecture, args, facts):
+        yield (
+            f"--teacher_model {args.teacher_model}: {problem}",
+            hint or "use --teacher_tensor_model_parallel_size and --teacher_pipeline_model_parallel_size",
+        )

@@ -14,6 +14,7 @@ from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.balance import Balance
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.methods.distant_teacher import DistantTeacher
 from swiftlite.train.methods.mtp_loss import count_labels, head_coefficients, target_weights
 from swiftlite.train.methods.next_token import mean_over_labels
 from swiftlite.train.methods.teacher import Teacher
@@ -32,7 +33,7 @@ class DistillationObjective:
         figures: further metrics of the global batch, such as the lengths of its completions.
     """
 
-    teacher: Teacher
+    teacher: Teacher | DistantTeacher
     beta: float
     heads: Heads
     mtp_loss_scaling_factor: float

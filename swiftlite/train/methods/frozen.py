@@ -1,5 +1,6 @@
-"""Open a further model that is not trained, on the ranks of the trained model: a teacher or a reference model."""
+"""Open a further model that is not trained, on ranks of the trained model: a teacher or a reference model."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model
-from swiftlite.plan.layout import ParallelLayout
+from swiftlite.plan.layout import ParallelLayout, data_parallel_size, ranks_of
+from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.methods.conversations import image_extras_of
 from swiftlite.train.phases import Run
 
 
@@ -22,8 +26,10 @@ def open_frozen(
 ) -> tuple[list[GPTModel], Mesh]:
     """Load a model without its heads; return its stages on this rank, in evaluation mode, and its mesh. Collective.
 
+    Ranks that the layout leaves out have no stages.
+
     Args:
-        layout: layout of the model, with the parallel sizes of the trained model.
+        layout: layout of the model.
         flag: the option that names the model, for errors.
         options: further arguments of `build_model`.
 
@@ -36,7 +42,9 @@ def open_frozen(
         model = with_same_images(model, run.hf_model, flag)
     tensors = agreement.digest(describe(model.directory))
     agreement.check_agreement({f"tensors of {flag}": tensors, f"commit of {flag}": model.identity})
-    mesh = _mesh_of(run, model, layout)
+    mesh = mesh_of(run, model, layout)
+    if not mesh.is_here:
+        return [], mesh
     with mesh.active():
         chunks, _ = open_model(
             model,
@@ -68,9 +76,28 @@ def with_same_images(model: HfModel, trained: HfModel, flag: str) -> HfModel:
     return model.with_images()
 
 
-def _mesh_of(run: Run, model: HfModel, layout: ParallelLayout) -> Mesh:
-    """Return the mesh of a model. The last stage of a tied model uses its embedding, so ties are part of a mesh."""
+def mesh_of(run: Run, model: HfModel, layout: ParallelLayout) -> Mesh:
+    """Return the mesh of a model, which can leave out the last ranks. Collective.
+
+    The last stage of a tied model uses its embedding, so ties are part of a mesh.
+    """
     if layout == run.mesh.layout and model.is_tied == run.hf_model.is_tied:
         return run.mesh
-    minutes = run.args.distributed_timeout_minutes
-    return Mesh.create(run.mesh.device, layout, tied_embeddings=model.is_tied, timeout_minutes=minutes)
+    ranks, minutes = ranks_of(layout, run.plan.world_size), run.args.distributed_timeout_minutes
+    return Mesh.create(run.mesh.device, layout, ranks=ranks, tied_embeddings=model.is_tied, timeout_minutes=minutes)
+
+
+def batches_of(run: Run, mesh: Mesh) -> Batches:
+    """Return what divides rows over the ranks of a frozen model."""
+    packing = "none" if run.plan.packing == "none" else "micro_batch"
+    plan = replace(
+        run.plan,
+        layout=mesh.layout,
+        data_parallel_size=data_parallel_size(mesh.layout, len(mesh.ranks)),
+        packing=packing,
+        row_multiple=row_multiple_of(mesh.layout, packing, mesh.device.is_cuda, run.plan.kernels.low_precision),
+        heads=Heads(),
+    )
+    extras = image_extras_of(run.hf_model, mesh) if run.hf_model.computes_images else ()
+    rank = mesh.dp.rank() if mesh.is_here else 0
+    return Batches(plan, rank, run.batches.pad_token_id, run.batches.flops, extras)

@@ -37,15 +37,12 @@ from swiftlite.model.forward import forward_step_of, run_batches
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model
 from swiftlite.model.ranks import broadcast_from_last_stage, broadcast_from_mesh
-from swiftlite.plan.layout import data_parallel_size, ranks_of
 from swiftlite.plan.preference import reference_layout
-from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import Batches, Collated
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
-from swiftlite.train.methods.conversations import image_extras_of
-from swiftlite.train.methods.frozen import with_same_images
+from swiftlite.train.methods.frozen import batches_of, mesh_of, with_same_images
 from swiftlite.train.methods.preference import log_probabilities_of
 from swiftlite.train.phases import Run
 
@@ -356,35 +353,12 @@ def open_reference(run: Run) -> Reference:
         UserError: the reference model does not support the images of the run.
     """
     args: Any = run.args
-    layout = reference_layout(args)
     model = _reference_model(run)
-    mesh = run.mesh
-    ranks = ranks_of(layout, run.plan.world_size)
-    if layout != mesh.layout:
-        minutes = args.distributed_timeout_minutes
-        mesh = Mesh.create(mesh.device, layout, ranks=ranks, tied_embeddings=model.is_tied, timeout_minutes=minutes)
-    packing = "micro_batch"
-    if run.plan.packing == "none":
-        packing = "none"
-    data_parallel_rank = mesh.dp.rank() if mesh.is_here else 0
-    plan = replace(
-        run.plan,
-        layout=layout,
-        data_parallel_size=data_parallel_size(layout, len(ranks)),
-        packing=packing,
-        row_multiple=row_multiple_of(layout, packing, mesh.device.is_cuda),
-        heads=Heads(),
-    )
+    mesh = mesh_of(run, model, reference_layout(args))
     return Reference(
         model=model,
         torch_dtype=args.torch_dtype,
         mesh=mesh,
-        batches=Batches(
-            plan,
-            data_parallel_rank,
-            run.batches.pad_token_id,
-            run.batches.flops,
-            image_extras_of(model, mesh) if model.computes_images else (),
-        ),
+        batches=batches_of(run, mesh),
         directory=Path(args.ref_logprobs_cache or run.output_dir / "reference"),
     )

@@ -26,7 +26,7 @@ from swiftlite.train.phases import Run
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen model, on the ranks of the trained model.
+    """A frozen model in the layout of the trained model.
 
     Attributes:
         chunks: the teacher's stages on this rank.
@@ -45,26 +45,30 @@ class Teacher:
         """
         return cls(*open_frozen(run, model, layout, "--teacher_model", is_teacher=True))
 
-    @torch.no_grad()
     def states(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return, for each micro-batch, the final states [N, H] at positions with a label, on the host. Collective.
-
-        Returns:
-            One tensor per micro-batch, for this context-parallel rank's positions; empty before the last stage.
-        """
-        if not batches:
-            return []
-
-        def forward_step(given: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
-            return forward(model, _without_heads(next(given))), _kept
-
-        with self.mesh.active():
-            return run_batches(self.chunks, self.mesh, batches, forward_step, forward_only=True)
+        """Return the `label_states` of this rank's micro-batches. Collective."""
+        return label_states(self.chunks, self.mesh, batches) if batches else []
 
     def target(self, states_NH: torch.Tensor, beta: float) -> TeacherTarget:
         """Return the target of the loss of a micro-batch on the last stage, from its `states`."""
         output = self.chunks[-1].trunk_output_matrix()
         return TeacherTarget(on_device(states_NH, self.mesh.device.torch_device), output.weight_VH.detach(), beta)
+
+
+@torch.no_grad()
+def label_states(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Return, for each micro-batch, the final states [N, H] at positions with a label, on the host. Collective over the
+    mesh.
+
+    Returns:
+        One tensor per micro-batch, for this context-parallel rank's positions; empty before the last stage.
+    """
+
+    def forward_step(given: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
+        return forward(model, without_heads(next(given))), _kept
+
+    with mesh.active():
+        return run_batches(chunks, mesh, batches, forward_step, forward_only=True)
 
 
 def check_tokenizer(run: Run) -> Run:
@@ -90,7 +94,7 @@ def _number(token_id: int | None) -> str:
     return "absent" if token_id is None else f"number {token_id}"
 
 
-def _without_heads(batch: Batch) -> Batch:
+def without_heads(batch: Batch) -> Batch:
     """Return the inputs of a model without heads."""
     return replace(
         batch,

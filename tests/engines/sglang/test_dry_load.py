@@ -17,8 +17,10 @@ import torch
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.encoding.quantization import Quantization
+from swiftlite.engines.engine import Sampling
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.sglang.engine import sampling_params
 from swiftlite.export.run import convert
 from swiftlite.families.serving.built import builds_quantized, modules_of
 from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
@@ -34,6 +36,7 @@ from tests.engines.broken import (
     write_broken,
 )
 from tests.engines.dry_loads import dry_loads
+from tests.engines.joint import filtered
 from tests.engines.quantized_lists import list_plain, list_trunk
 from tests.engines.reference import convention
 from tests.messages import mention_each, mentions
@@ -58,6 +61,9 @@ WITHOUT_HEADS = ("mimo", "qwen3")
 PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3", "EXAONE-4.0-1.2B", "EXAONE-4.0-32B")
 """Shapes of published models: a padded vocabulary, FP8 with both types of scales, and windows in no or some layers."""
 IN_SGLANG = "tests.engines.sglang.in_sglang"
+LOGITS = torch.tensor([1.2, -1.0, 2.0, 0.4, 1.5, 0.0, 1.0])
+FILTERS: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 5, "min_p": 0.3}]
+TWO_FILTERS: dict[str, Any] = {"top_k": 4, "top_p": 0.8}
 # Sizes with which no block of 128 x 128 belongs to two projections.
 DENSE: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128}
 EXPERTS: dict[str, Any] = DENSE | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
@@ -158,8 +164,12 @@ def cases(tmp_path_factory) -> list[tuple[dict[str, Any], str, bool]]:
 
 @pytest.fixture(scope="module")
 def reports(models, cases) -> dict[Any, Any]:
-    """Return SGLang's report of each model, and as "matches" which modules of `cases` it finds in their lists."""
+    """Return SGLang's report of each model, as "matches" which modules of `cases` it finds in their lists, and as
+    "filtered" the distributions with FILTERS and with TWO_FILTERS.
+    """
     asked: dict[Any, Any] = {"matches": (f"{IN_SGLANG}:matches", [case[:2] for case in cases], FUSED)}
+    requests = [sampling_params(Sampling(8, temperature=1.0, **each), 0, 8) for each in (*FILTERS, TWO_FILTERS)]
+    asked["filtered"] = (f"{IN_SGLANG}:filtered", requests, LOGITS.softmax(-1).tolist())
     asked |= {name: directory for name, directory in models.items() if name[0] != "nvfp4"}
     asked["a GPU"] = (f"{IN_SGLANG}:claim_a_gpu",)
     return dry_loads("sglang", asked | models)
@@ -267,6 +277,17 @@ def test_modules_in_nvfp4_are_built_as_the_files_have_them(reports, heads):
 def test_a_missing_list_is_reported(reports, models):
     assert reports["without a list"].problems
     assert quantized_head_problems(resolve_served(models["without a list"]), ["sglang"])
+
+
+def test_filters_mean_to_sglang_what_the_options_say(reports):
+    *singles, both = reports["filtered"]
+    for filters, found in zip(FILTERS, singles, strict=True):
+        expected = filtered(LOGITS[None], [[]], **filters)[0]
+        assert found == pytest.approx(expected.tolist(), abs=1e-6), filters
+        assert (0.0 in found) is bool(filters)
+    # Top-p counts the probabilities before top-k: its share is that of all tokens, not of those that top-k has left.
+    assert filtered(LOGITS[None], [[]], **TWO_FILTERS)[0].count_nonzero() == 3
+    assert both == pytest.approx(filtered(LOGITS[None], [[]], top_k=4)[0].tolist(), abs=1e-6)
 
 
 def test_lists_mean_to_sglang_what_the_rules_say(reports, cases):
