@@ -75,6 +75,14 @@ READ = {
 }
 # transformers' Qwen2 has no field of biases, which it always has.
 OF_DEEPSEEK = {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"}
+OF_GEMMA = {
+    "attention_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "_sliding_window_pattern",  # of layer_types, which files of transformers 5 have too
+    "hidden_activation",
+    "use_bidirectional_attention",
+}
 OWN_NEUTRAL = {
     "llama": {"attention_bias", "mlp_bias"},
     "qwen2_moe": {"qkv_bias"},
@@ -82,14 +90,8 @@ OWN_NEUTRAL = {
     "qwen3_moe": {"attention_bias"},
     "ernie4_5_moe": {"moe_layer_interval", "moe_norm_min", "use_bias"},
     "exaone4": {"attention_bias", "bias", "logit_scale", "mlp_bias"},
-    "gemma3_text": {
-        "attention_bias",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "_sliding_window_pattern",  # of layer_types, which files of transformers 5 have too
-        "hidden_activation",
-        "use_bidirectional_attention",
-    },
+    "gemma3": OF_GEMMA,
+    "gemma3_text": OF_GEMMA,
     "deepseek_v3": OF_DEEPSEEK,
     "kimi_k2": OF_DEEPSEEK,
     "kimi_k25": OF_DEEPSEEK,
@@ -138,6 +140,7 @@ OWN_NEUTRAL = {
     "granite": {"attention_bias", "mlp_bias"},
     "qwen3_next": {"attention_bias"},
     "qwen3_vl": {"attention_bias"},
+    "qwen3_vl_moe": {"attention_bias", "norm_topk_prob"},
     "qwen3_5": {"attention_bias"},
     "qwen3_5_text": {"attention_bias"},
     "qwen3_5_moe": {"attention_bias"},
@@ -191,7 +194,7 @@ OWN_READ = {
     "exaone4": {"sliding_window", "sliding_window_pattern"},
     "gemma3_text": {"query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"},
     "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
-    "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), OF_QWEN_MIXTURE | {"num_local_experts"}),
     "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
     "qwen3_5": OF_LINEAR | {"mtp_num_hidden_layers"},
     "qwen3_5_moe": OF_QWEN_MIXTURE
@@ -255,6 +258,7 @@ OWN_READ = {
         "swiglu_limits_shared",
     },
 }
+OWN_READ["gemma3"] = OWN_READ["gemma3_text"]
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
 MOE = sorted(family for family, keys in OWN_READ.items() if keys & {"moe_k", "moe_top_k", "num_experts_per_tok"})
 TOPK = {"ernie4_5_moe": "moe_k", "step3p5": "moe_top_k"}
@@ -316,6 +320,7 @@ OWN_CONFIG["gemma3_text"] = {
     "qk_layernorm": True,
     "softmax_scale": 48**-0.5,
 }
+OWN_CONFIG["gemma3"] = OWN_CONFIG["gemma3_text"]
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
 OWN_CONFIG["olmo3"] = {"hetereogenous_dist_checkpoint": True}
@@ -421,7 +426,7 @@ def test_mcore_config(family):
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": family in ("qwen2", "qwen2_5_vl", "qwen2_moe", "mimo", "glm4_moe", "seed_oss"),
-        "qk_layernorm": family in ("qwen3", "qwen3_vl", "qwen3_moe", "glm4_moe", "hy_v3", *HYBRID),
+        "qk_layernorm": family in ("qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "glm4_moe", "hy_v3", *HYBRID),
         "init_method_std": 0.02,
     } | OWN_CONFIG.get(family, {})
 
@@ -558,6 +563,10 @@ REFUSED = [
     *[(family, TOPK.get(family, "num_experts_per_tok"), 1) for family in ("ernie4_5_moe", "gpt_oss", "step3p5")],
     ("qwen2_5_vl", "rope_parameters", {"rope_type": "default"}),
     ("qwen3_vl", "rope_parameters", {"rope_type": "default"}),
+    ("qwen3_vl_moe", "rope_parameters", {"rope_type": "default"}),
+    ("qwen3_vl_moe", "attention_bias", True),
+    ("qwen3_vl_moe", "norm_topk_prob", False),
+    ("qwen3_vl_moe", "mlp_only_layers", [0, 1]),
     ("gpt_oss", "experts_per_token", 3),
     ("gpt_oss", "attention_bias", False),
     ("gpt_oss", "rms_norm_eps", 1e-6),
@@ -898,7 +907,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
     [
         family
         for family in MOE
-        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "step3p5"))
+        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p5"))
     ],
 )
 def test_one_expert_per_token(family):

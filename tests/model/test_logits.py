@@ -65,6 +65,7 @@ MOE = (
     "minimax_m2",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_vl_moe",
     "glm4_moe",
     "hy_v3",
     "step3p5",

@@ -5,6 +5,8 @@ from typing import Any
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
@@ -22,6 +24,11 @@ Trunk = tuple[type[PreTrainedModel], PreTrainedConfig]
 def deepseek_v3(model: HfModel) -> Trunk:
     """Return the class and the config of a trunk with the layers of DeepSeek-V3."""
     return DeepseekV3ForCausalLM, DeepseekV3Config(**_settings(model))
+
+
+def gemma3(model: HfModel) -> Trunk:
+    """Return the class and the config of a trunk with the layers of Gemma 3."""
+    return Gemma3ForCausalLM, Gemma3TextConfig(**_settings(model))
 
 
 def mistral(model: HfModel) -> Trunk:
