@@ -17,6 +17,8 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     MistralConfig,
@@ -51,6 +53,7 @@ from swiftlite.families.serving.index import CONVENTIONS
 # transformers has no MiMo, whose trunk is Qwen2's, and no Kimi-K2, which is DeepSeek-V3. Of wrappers, these are the
 # classes of the language model.
 _OWN_CLASSES: dict[str, tuple[type, type]] = {
+    "exaone4_5": (Exaone4Config, Exaone4ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "kimi_k25": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -61,7 +64,7 @@ _OWN_CLASSES: dict[str, tuple[type, type]] = {
     "qwen3_vl_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "step3p5": (Step3p7TextConfig, Step3p5ForCausalLM),
+    **dict.fromkeys(("step3p5", "step3p7"), (Step3p7TextConfig, Step3p5ForCausalLM)),
 }
 
 
@@ -80,24 +83,30 @@ OWN_SIZES = {name: dict(family.tiny) for name, family in FAMILIES.items() if fam
 DSA = ("deepseek_v32", "glm_moe_dsa")
 """Families with indexers. vLLM and SGLang compute them on GPUs only."""
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", *DSA)
+STEP = ("step3p5", "step3p7")
 COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
-WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *COPIED_TOWER)
+"""Families whose language model has the prefix `language_model.` in files."""
+WRAPPED = ("exaone4_5", "step3p7", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *COPIED_TOWER)
 """Families whose files contain a vision tower in addition to the language model."""
-TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model"}
+TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model", "step3p7": "model"}
 TEXT_PREFIX |= dict.fromkeys(COPIED_TOWER, "language_model.model")
 """Prefixes of the language model's tensors in these families' files."""
-WINDOWED = ("gemma3", "gemma3_text", "olmo3", "step3p5")
+WINDOWED = ("gemma3", "gemma3_text", "olmo3", *STEP)
 """Families whose layers with and without a window have different rotary embeddings."""
 KIND_OF_HEADS: dict[str, str] = {
     **dict.fromkeys(WINDOWED, "full_attention"),
-    **dict.fromkeys(("mimo_v2_flash", "step3p5"), "sliding_attention"),
+    **dict.fromkeys(("mimo_v2_flash", *STEP), "sliding_attention"),
 }
 """Of families with several rotary embeddings, the kind of layer with that of the heads, by transformers' name."""
+WINDOWED_HEADS = ("exaone4_5", "mimo_v2_flash", *STEP)
+"""Families whose heads have a sliding window, although not all layers have one."""
 CANNOT_DRAFT = {
     engine: tuple(name for name, family in FAMILIES.items() if convention(family) is None)
     for engine, convention in CONVENTIONS.items()
 }
 """Families whose heads an engine cannot use for drafting."""
+ONLY_IN_TRANSFORMERS = ("exaone4_5", "step3p7", *COPIED_TOWER)
+"""Families whose heads only transformers uses for drafting."""
 ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -121,10 +130,10 @@ VLLM_LINEAR_SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_h
 # Families whose heads repeat the trunk's embedding and output layer.
 HEADS_WITH_COPIES = ("glm4_moe", *LATENT)
 # Families whose heads are numbered after the trunk's layers.
-NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3", "step3p5")
-WITH_OWN_OUTPUT = ("step3p5",)
+NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3", *STEP)
+WITH_OWN_OUTPUT = STEP
 """Families whose heads have output layers of their own."""
-NEVER_TIED = ("mimo_v2_flash", "step3p5")
+NEVER_TIED = ("mimo_v2_flash", *STEP)
 """Families whose output layer is never tied: engines do not support it. Tests of tied ones have untied ones instead."""
 WITH_SHARED_NORM = ("ernie4_5_moe",)
 """Families whose heads have no output norm of their own, but the trunk's final norm."""
@@ -145,6 +154,7 @@ HUB_NAMES: dict[str, dict[str, str]] = {
     },
     "minimax_m2": {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 }
+HUB_NAMES["step3p7"] = HUB_NAMES["step3p5"]
 CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
@@ -210,7 +220,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         parts = ("enorm", "hnorm", "eh_proj", "final_layernorm")
     elif family in NEXT_LAYER_HEADS:
         head = block = hub_name(family, f"model.layers.{num_layers + k}.")
-        output_norm = {"hy_v3": "final_layernorm", "step3p5": "transformer.shared_head.norm"}
+        output_norm = {"hy_v3": "final_layernorm", **dict.fromkeys(STEP, "transformer.shared_head.norm")}
         parts = ("enorm", "hnorm", "eh_proj", output_norm.get(family, "shared_head.norm"))
     else:
         head = "mtp." if k == 0 else f"mtp.heads.{k}."
@@ -261,10 +271,10 @@ def head_layer(family: str, config: Any = None) -> int:
     Args:
         config: transformers' config of a published Step-3.5, which starts with another layer than a tiny one.
     """
-    if family == "step3p5" and config is not None:
+    if family in STEP and config is not None:
         kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
         return list(kinds).index(("sliding_attention", "dense"))
-    return 0 if family in ("ernie4_5_moe", "mimo_v2_flash", "step3p5") else -1
+    return 0 if family in ("ernie4_5_moe", *WINDOWED_HEADS) else -1
 
 
 def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
@@ -277,7 +287,7 @@ def as_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
     """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss, Step-3.5
     and Qwen3-VL are stacked.
     """
-    if family == "step3p5":
+    if family in STEP:
         return per_matrix(tensors)
     if family == "qwen3_vl_moe":
         return transposed(tensors)
@@ -391,7 +401,7 @@ def make_tiny_model(
     values |= {"layer_types": alternating(values["num_hidden_layers"])} if family == "olmo3" else {}
     if family == "mimo_v2_flash":
         values |= mimo_v2_flash(values)
-    if family == "step3p5":
+    if family in STEP:
         values |= lists_of_step(values) | config
     if family in LATENT:  # no groups of queries; transformers takes head_dim for that of the rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
@@ -455,7 +465,7 @@ def write_hf(
     if family == "olmo3":  # as published; SGLang reads nothing else
         settings = config.pop("rope_parameters")["full_attention"]
         config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
-    if family == "step3p5":
+    if family in STEP:
         config = step_as_published(config, depth)
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
@@ -550,6 +560,7 @@ VISION = {"model.visual.blocks.0.weight": torch.arange(12.0).view(3, 4), "model.
 
 
 ARCHITECTURES = {
+    "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
@@ -558,6 +569,7 @@ ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "step3p7": "Step3p7ForConditionalGeneration",
 }
 """transformers' classes of the families in `WRAPPED`."""
 
@@ -574,14 +586,15 @@ def carried_tensors(family: str) -> dict[str, torch.Tensor]:
 
 
 VISUAL_PREFIX = dict.fromkeys(WRAPPED, "model.visual.") | {"qwen2_5_vl": "visual."}
-VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.")
+VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.") | {"step3p7": "vision_model."}
 """Prefixes of the vision tower's tensors in these families' files."""
 
 
 def wrapped(config: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return the config.json of a vision-language model that contains the given config of its language model."""
     vision = {"depth": 1, "hidden_size": 8, "num_heads": 1, "model_type": f"{model_type}_vision"}
-    config |= {"model_type": {"kimi_k25": "kimi_k2", "mistral3": "mistral"}.get(model_type, f"{model_type}_text")}
+    of_text = {"exaone4_5": "exaone4", "kimi_k25": "kimi_k2", "mistral3": "mistral", "step3p7": "step3p5"}
+    config |= {"model_type": of_text.get(model_type, f"{model_type}_text")}
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,

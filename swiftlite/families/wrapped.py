@@ -29,9 +29,18 @@ def wrapped(family: Family, name: str, serving: Serving, **changed: Any) -> Fami
         changed: further fields of `Family` that differ.
     """
     changed |= {"name": name, "serving": serving}
-    renamed = _named(family, _since_4_52, (dense.IN_WRAPPER, "lm_head.", "mtp."))
     published = _named(family, _as_published, (PREFIX, "mtp."))
-    return replace(published, **changed, renamed=replace(renamed, **changed))
+    return replace(published, **changed, renamed=nested(family, **changed))
+
+
+def nested(family: Family, name: str, serving: Serving, **changed: Any) -> Family:
+    """Return the family `name`, whose files have the names that transformers saves since 4.52.
+
+    Args:
+        serving, changed: as for `wrapped`.
+    """
+    renamed = _named(family, _since_4_52, (dense.IN_WRAPPER, "lm_head.", "mtp."))
+    return replace(renamed, name=name, serving=serving, **changed)
 
 
 def is_wrapped(family: Family) -> bool:

@@ -418,7 +418,7 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     prefixes = behind if behind_the_trunk else ("mtp.", "model.mtp_", "model.mtp.")
     assert set(report.dropped) == {key for key in per_expert(original) if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")
-    left = (*prefixes, "model.visual.", "visual.", "vision_tower.")
+    left = (*prefixes, "model.visual.", "visual.", "vision_tower.", "vision_model.")
     trunk = {key: tensor for key, tensor in original.items() if not key.startswith(left)}
     assert_same_tensors(read_all(tmp_path / "out"), trunk)
 

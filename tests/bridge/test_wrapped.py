@@ -6,6 +6,7 @@ not declare it. Everything outside of the language model is exported unchanged.
 
 import json
 from collections.abc import Mapping
+from itertools import product
 
 import pytest
 import torch
@@ -151,8 +152,10 @@ def test_without_tensors_nothing_is_promised(hf_dir):
     assert Heads.from_config(read_hf_config(hf_dir)).layers == 0
 
 
-@pytest.mark.parametrize("packed_experts", [False, True], ids=["one by one", "stacked"])
-@pytest.mark.parametrize("family", WRAPPED)
+STACKED = [family for family in WRAPPED if family != "step3p7"]  # whose files always have stacks of single matrices
+
+
+@pytest.mark.parametrize(("family", "packed_experts"), [*product(WRAPPED, (False,)), *product(STACKED, (True,))])
 def test_there_and_back_changes_no_byte(tmp_path, mesh, family, packed_experts):
     """The vision tower and the config.json of the whole model are included."""
     hf_dir = make_tiny_hf(

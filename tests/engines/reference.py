@@ -25,6 +25,7 @@ from tests.tiny import (
     DSA,
     HEADS_WITH_COPIES,
     KIND_OF_HEADS,
+    WINDOWED_HEADS,
     WITH_OWN_OUTPUT,
     embedded,
     head_in_files,
@@ -189,7 +190,7 @@ class Reference(nn.Module):
             return torch.full((1, 1, length, length), -torch.inf).triu(1)
         window = getattr(config, "sliding_window", None)
         is_mixed = getattr(config, "layer_types", None) is not None
-        if window is None or (is_mixed and KIND_OF_HEADS.get(self.family) != "sliding_attention"):
+        if window is None or (is_mixed and self.family not in WINDOWED_HEADS):
             return None
         seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
         return torch.where(seen, 0.0, -torch.inf)[None, None]

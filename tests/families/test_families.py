@@ -20,6 +20,7 @@ from tests.tiny import (
     HYBRID,
     LATENT,
     OWN_SIZES,
+    STEP,
     WINDOWED,
     alternating,
     hub_name,
@@ -75,14 +76,6 @@ READ = {
 }
 # transformers' Qwen2 has no field of biases, which it always has.
 OF_DEEPSEEK = {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"}
-OF_GEMMA = {
-    "attention_bias",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "_sliding_window_pattern",  # of layer_types, which files of transformers 5 have too
-    "hidden_activation",
-    "use_bidirectional_attention",
-}
 OWN_NEUTRAL = {
     "llama": {"attention_bias", "mlp_bias"},
     "qwen2_moe": {"qkv_bias"},
@@ -90,8 +83,14 @@ OWN_NEUTRAL = {
     "qwen3_moe": {"attention_bias"},
     "ernie4_5_moe": {"moe_layer_interval", "moe_norm_min", "use_bias"},
     "exaone4": {"attention_bias", "bias", "logit_scale", "mlp_bias"},
-    "gemma3": OF_GEMMA,
-    "gemma3_text": OF_GEMMA,
+    "gemma3_text": {
+        "attention_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "_sliding_window_pattern",  # of layer_types, which files of transformers 5 have too
+        "hidden_activation",
+        "use_bidirectional_attention",
+    },
     "deepseek_v3": OF_DEEPSEEK,
     "kimi_k2": OF_DEEPSEEK,
     "kimi_k25": OF_DEEPSEEK,
@@ -258,10 +257,11 @@ OWN_READ = {
         "swiglu_limits_shared",
     },
 }
-OWN_READ["gemma3"] = OWN_READ["gemma3_text"]
+for _wrapper, _text in {"exaone4_5": "exaone4", "gemma3": "gemma3_text", "step3p7": "step3p5"}.items():
+    OWN_NEUTRAL[_wrapper], OWN_READ[_wrapper] = OWN_NEUTRAL[_text], OWN_READ[_text]
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
 MOE = sorted(family for family, keys in OWN_READ.items() if keys & {"moe_k", "moe_top_k", "num_experts_per_tok"})
-TOPK = {"ernie4_5_moe": "moe_k", "step3p5": "moe_top_k"}
+TOPK = {"ernie4_5_moe": "moe_k", **dict.fromkeys(STEP, "moe_top_k")}
 """Keys for the number of experts per token, if it is not num_experts_per_tok."""
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
@@ -320,9 +320,11 @@ OWN_CONFIG["gemma3_text"] = {
     "qk_layernorm": True,
     "softmax_scale": 48**-0.5,
 }
+OWN_CONFIG["exaone4_5"] = OWN_CONFIG["exaone4"]
 OWN_CONFIG["gemma3"] = OWN_CONFIG["gemma3_text"]
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
+OWN_CONFIG["step3p7"] = OWN_CONFIG["step3p5"]
 OWN_CONFIG["olmo3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["mimo_v2_flash"] = {"kv_channels": 12, "num_query_groups": 4, "softmax_scale": 16**-0.5}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
@@ -342,12 +344,12 @@ def written_config(family: str) -> dict[str, Any]:
     own: dict[str, Any] = {"layer_types": alternating(2)} if family == "olmo3" else {}
     if family == "mimo_v2_flash":
         own = mimo_v2_flash(sizes)
-    if family == "step3p5":
+    if family in STEP:
         own = lists_of_step(sizes)
     values = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, **sizes, **own}
     config: PreTrainedConfig = CLASSES[family][0](**values | OWN_SIZES.get(family, {}))
     written = config.to_dict() | {"model_type": family}
-    if family == "step3p5":
+    if family in STEP:
         written = step_as_published(written, 0)
     return written
 
@@ -373,7 +375,7 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     if config["tie_word_embeddings"]:
         del state[hub_name(family, "lm_head.weight")]
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if family == "step3p5":
+    if family in STEP:
         config = step_as_published(config, 2)
     rows = families.FAMILIES[family].rows(config, 0)
     assert {key: shape for row in rows for key, shape in row.hf.items()} == shapes
@@ -907,7 +909,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
     [
         family
         for family in MOE
-        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p5"))
+        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p"))
     ],
 )
 def test_one_expert_per_token(family):

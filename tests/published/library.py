@@ -220,6 +220,8 @@ def _copied(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
     held = {name.removeprefix("model."): tensor for name, tensor in whole.state_dict().items()}
+    if raw["model_type"] == "gemma3":
+        held = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in held.items()}
     return {name: tensor for name, tensor in held.items() if not name.startswith(("language_model.", "lm_head."))}
 
 
