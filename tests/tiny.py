@@ -17,6 +17,10 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -29,6 +33,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -36,6 +42,8 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 
 from swiftlite.engines.transformers.step3p5 import Step3p5ForCausalLM
@@ -45,15 +53,18 @@ from swiftlite.families.serving.index import CONVENTIONS
 # transformers has no MiMo, whose trunk is Qwen2's, and no Kimi-K2, which is DeepSeek-V3. Of wrappers, these are the
 # classes of the language model.
 _OWN_CLASSES: dict[str, tuple[type, type]] = {
+    "exaone4_5": (Exaone4Config, Exaone4ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "kimi_k25": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "mistral3": (MistralConfig, MistralForCausalLM),
     "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_vl_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "step3p5": (Step3p7TextConfig, Step3p5ForCausalLM),
+    **dict.fromkeys(("step3p5", "step3p7"), (Step3p7TextConfig, Step3p5ForCausalLM)),
 }
 
 
@@ -72,25 +83,31 @@ OWN_SIZES = {name: dict(family.tiny) for name, family in FAMILIES.items() if fam
 DSA = ("deepseek_v32", "glm_moe_dsa")
 """Families with indexers. vLLM and SGLang compute them on GPUs only."""
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", *DSA)
-COPIED_TOWER = ("kimi_k25", "mistral3")
-WRAPPED = ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", *COPIED_TOWER)
+STEP = ("step3p5", "step3p7")
+COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
+"""Families whose language model has the prefix `language_model.` in files."""
+WRAPPED = ("exaone4_5", "step3p7", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *COPIED_TOWER)
 """Families whose files contain a vision tower in addition to the language model."""
-TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model"}
+TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model", "step3p7": "model"}
 TEXT_PREFIX |= dict.fromkeys(COPIED_TOWER, "language_model.model")
 """Prefixes of the language model's tensors in these families' files."""
-WINDOWED = ("gemma3_text", "olmo3", "step3p5")
+WINDOWED = ("gemma3", "gemma3_text", "olmo3", *STEP)
 """Families whose layers with and without a window have different rotary embeddings."""
 KIND_OF_HEADS: dict[str, str] = {
     **dict.fromkeys(WINDOWED, "full_attention"),
-    **dict.fromkeys(("mimo_v2_flash", "step3p5"), "sliding_attention"),
+    **dict.fromkeys(("mimo_v2_flash", *STEP), "sliding_attention"),
 }
 """Of families with several rotary embeddings, the kind of layer with that of the heads, by transformers' name."""
+WINDOWED_HEADS = ("exaone4_5", "mimo_v2_flash", *STEP)
+"""Families whose heads have a sliding window, although not all layers have one."""
 CANNOT_DRAFT = {
     engine: tuple(name for name, family in FAMILIES.items() if convention(family) is None)
     for engine, convention in CONVENTIONS.items()
 }
 """Families whose heads an engine cannot use for drafting."""
-ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl")
+ONLY_IN_TRANSFORMERS = ("exaone4_5", "step3p7", *COPIED_TOWER)
+"""Families whose heads only transformers uses for drafting."""
+ONLY_IN_VLLM = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -113,10 +130,10 @@ VLLM_LINEAR_SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_h
 # Families whose heads repeat the trunk's embedding and output layer.
 HEADS_WITH_COPIES = ("glm4_moe", *LATENT)
 # Families whose heads are numbered after the trunk's layers.
-NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3", "step3p5")
-WITH_OWN_OUTPUT = ("step3p5",)
+NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3", *STEP)
+WITH_OWN_OUTPUT = STEP
 """Families whose heads have output layers of their own."""
-NEVER_TIED = ("mimo_v2_flash", "step3p5")
+NEVER_TIED = ("mimo_v2_flash", *STEP)
 """Families whose output layer is never tied: engines do not support it. Tests of tied ones have untied ones instead."""
 WITH_SHARED_NORM = ("ernie4_5_moe",)
 """Families whose heads have no output norm of their own, but the trunk's final norm."""
@@ -137,6 +154,7 @@ HUB_NAMES: dict[str, dict[str, str]] = {
     },
     "minimax_m2": {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 }
+HUB_NAMES["step3p7"] = HUB_NAMES["step3p5"]
 CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
@@ -202,7 +220,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         parts = ("enorm", "hnorm", "eh_proj", "final_layernorm")
     elif family in NEXT_LAYER_HEADS:
         head = block = hub_name(family, f"model.layers.{num_layers + k}.")
-        output_norm = {"hy_v3": "final_layernorm", "step3p5": "transformer.shared_head.norm"}
+        output_norm = {"hy_v3": "final_layernorm", **dict.fromkeys(STEP, "transformer.shared_head.norm")}
         parts = ("enorm", "hnorm", "eh_proj", output_norm.get(family, "shared_head.norm"))
     else:
         head = "mtp." if k == 0 else f"mtp.heads.{k}."
@@ -231,7 +249,7 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
         for role, name in names.items():
             if role != "projection":
                 tensors[name] = 1 + torch.randn(hidden) * std
-        for suffix, tensor in as_in_files(family, model.model.layers[head_layer(family)].state_dict()).items():
+        for suffix, tensor in head_in_files(family, model.model.layers[head_layer(family)].state_dict()).items():
             offset = 1.0 if "norm" in suffix else 0.0
             tensors[block + head_name(family, suffix)] = offset + torch.randn(tensor.shape) * std
         if family in HEADS_WITH_COPIES:  # the hub's files repeat the trunk's tensors in each head
@@ -253,10 +271,10 @@ def head_layer(family: str, config: Any = None) -> int:
     Args:
         config: transformers' config of a published Step-3.5, which starts with another layer than a tiny one.
     """
-    if family == "step3p5" and config is not None:
+    if family in STEP and config is not None:
         kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
         return list(kinds).index(("sliding_attention", "dense"))
-    return 0 if family in ("ernie4_5_moe", "mimo_v2_flash", "step3p5") else -1
+    return 0 if family in ("ernie4_5_moe", *WINDOWED_HEADS) else -1
 
 
 def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
@@ -266,12 +284,19 @@ def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
 
 
 def as_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss and
-    Step-3.5 are stacked.
+    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss, Step-3.5
+    and Qwen3-VL are stacked.
     """
-    if family == "step3p5":
+    if family in STEP:
         return per_matrix(tensors)
+    if family == "qwen3_vl_moe":
+        return transposed(tensors)
     return dict(tensors) if family == "gpt_oss" else per_expert(tensors)
+
+
+def head_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a decoder layer that transformers has in memory with the experts of MTP heads in files."""
+    return per_expert(tensors) if family == "qwen3_vl_moe" else as_in_files(family, tensors)
 
 
 def per_matrix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -289,8 +314,23 @@ def per_matrix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
+def transposed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transpose the matrices in stacks of experts."""
+    stacks = ("experts.gate_up_proj", "experts.down_proj")
+    return {name: tensor.mT.contiguous() if name.endswith(stacks) else tensor for name, tensor in tensors.items()}
+
+
+def _is_transposed(name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a stack has transposed matrices, as in files of Qwen3-VL with experts."""
+    prefix, experts, _ = name.partition("experts.")
+    gate_up, down = (tensors.get(f"{prefix}{experts}{stack}") for stack in ("gate_up_proj", "down_proj"))
+    return gate_up is not None and down is not None and gate_up.shape[2] == 2 * down.shape[1]
+
+
 def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split stacked experts, as transformers has them in memory, into tensors with the names of files on the hub."""
+    """Split stacked experts into tensors with the names of files on the hub. The stacks are those of transformers'
+    memory, or those of files.
+    """
     result = {}
     for name, tensor in tensors.items():
         prefix, experts, kind = name.partition("experts.")
@@ -298,12 +338,12 @@ def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             for number, expert in enumerate(tensor):
                 result[f"{prefix}{experts}{number}.{kind}"] = (expert.T if expert.dim() == 2 else expert).clone()
         elif kind == "gate_up_proj":
-            for number, expert in enumerate(tensor):
+            for number, expert in enumerate(tensor.mT if _is_transposed(name, tensors) else tensor):
                 gate, up = expert.chunk(2)
                 result[f"{prefix}{experts}{number}.gate_proj.weight"] = gate.clone()
                 result[f"{prefix}{experts}{number}.up_proj.weight"] = up.clone()
         elif kind == "down_proj":
-            for number, expert in enumerate(tensor):
+            for number, expert in enumerate(tensor.mT if _is_transposed(name, tensors) else tensor):
                 result[f"{prefix}{experts}{number}.down_proj.weight"] = expert.clone()
         else:
             result[name] = tensor
@@ -361,7 +401,7 @@ def make_tiny_model(
     values |= {"layer_types": alternating(values["num_hidden_layers"])} if family == "olmo3" else {}
     if family == "mimo_v2_flash":
         values |= mimo_v2_flash(values)
-    if family == "step3p5":
+    if family in STEP:
         values |= lists_of_step(values) | config
     if family in LATENT:  # no groups of queries; transformers takes head_dim for that of the rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
@@ -425,7 +465,7 @@ def write_hf(
     if family == "olmo3":  # as published; SGLang reads nothing else
         settings = config.pop("rope_parameters")["full_attention"]
         config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
-    if family == "step3p5":
+    if family in STEP:
         config = step_as_published(config, depth)
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
@@ -520,18 +560,24 @@ VISION = {"model.visual.blocks.0.weight": torch.arange(12.0).view(3, 4), "model.
 
 
 ARCHITECTURES = {
+    "exaone4_5": "Exaone4_5_ForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "step3p7": "Step3p7ForConditionalGeneration",
 }
 """transformers' classes of the families in `WRAPPED`."""
 
 
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
 PIXTRAL |= {"num_attention_heads": 1, "head_dim": 8, "image_size": 28, "patch_size": 14}
+TOWERS = {"gemma3": PIXTRAL | {"model_type": "siglip_vision_model"}, "mistral3": PIXTRAL}
+"""`vision_config` of towers that are copied, if transformers reads it."""
 
 
 def carried_tensors(family: str) -> dict[str, torch.Tensor]:
@@ -540,20 +586,21 @@ def carried_tensors(family: str) -> dict[str, torch.Tensor]:
 
 
 VISUAL_PREFIX = dict.fromkeys(WRAPPED, "model.visual.") | {"qwen2_5_vl": "visual."}
-VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.")
+VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.") | {"step3p7": "vision_model."}
 """Prefixes of the vision tower's tensors in these families' files."""
 
 
 def wrapped(config: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return the config.json of a vision-language model that contains the given config of its language model."""
     vision = {"depth": 1, "hidden_size": 8, "num_heads": 1, "model_type": f"{model_type}_vision"}
-    config |= {"model_type": {"kimi_k25": "kimi_k2", "mistral3": "mistral"}.get(model_type, f"{model_type}_text")}
+    of_text = {"exaone4_5": "exaone4", "kimi_k25": "kimi_k2", "mistral3": "mistral", "step3p7": "step3p5"}
+    config |= {"model_type": of_text.get(model_type, f"{model_type}_text")}
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
         "text_config": config,
         "tie_word_embeddings": config["tie_word_embeddings"],
-        "vision_config": PIXTRAL if model_type == "mistral3" else vision,
+        "vision_config": TOWERS.get(model_type, vision),
     }
 
 
@@ -562,6 +609,7 @@ VISION_TOWERS: dict[str, tuple[type, type]] = {
     "qwen3_5_moe": (Qwen3_5VisionConfig, Qwen3_5VisionModel),
     "qwen2_5_vl": (Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel),
     "qwen3_vl": (Qwen3VLVisionConfig, Qwen3VLVisionModel),
+    "qwen3_vl_moe": (Qwen3VLMoeVisionConfig, Qwen3VLMoeVisionModel),
 }
 VISION_SIZES: dict[str, Any] = {
     "depth": 2,
@@ -580,16 +628,19 @@ _AXES_OF_HALF: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
     "rope_parameters": _AXES | {"partial_rotary_factor": 0.5, "mrope_interleaved": True},
 }
+_AXES_OF_QWEN3_VL = {"rope_parameters": _AXES | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}}
 AXES_OF_IMAGES: dict[str, dict[str, Any]] = {
     "qwen3_5": _AXES_OF_HALF,
     "qwen3_5_moe": _AXES_OF_HALF,
     "qwen2_5_vl": {"rope_parameters": _AXES | {"mrope_section": [6, 5, 5]}},
-    "qwen3_vl": {"rope_parameters": _AXES | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+    "qwen3_vl": _AXES_OF_QWEN3_VL,
+    "qwen3_vl_moe": _AXES_OF_QWEN3_VL,
 }
 # Windows of 2 x 2 outputs, and full attention in the last block. Outputs of both blocks for deepstack.
 OWN_VISION_SIZES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"deepstack_visual_indexes": [0, 1]},
+    "qwen3_vl_moe": {"deepstack_visual_indexes": [0, 1]},
 }
 IMAGE_TOKENS = {"image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127}
 

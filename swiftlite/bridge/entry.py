@@ -21,6 +21,8 @@ class Entry:
     Attributes:
         offset: in bytes from the start of the file.
         is_transposed: whether the file has the transpose of the matrix with this shape.
+        row_length: number of elements from one row in the file to the next, if rows contain other tensors too; None:
+            rows are contiguous.
     """
 
     dtype: torch.dtype
@@ -28,6 +30,7 @@ class Entry:
     file: str
     offset: int
     is_transposed: bool = False
+    row_length: int | None = None
 
     @property
     def in_file(self) -> "Entry":
@@ -53,9 +56,10 @@ class Entry:
         if not box:  # a tensor without axes, a single number
             yield self.offset, self.nbytes
             return
-        cut_axes = [axis for axis, wanted in enumerate(box) if len(wanted) < self.shape[axis]]
+        lengths = (*self.shape[:-1], self.row_length or self.shape[-1])
+        cut_axes = [axis for axis, wanted in enumerate(box) if len(wanted) < lengths[axis]]
         last = max(cut_axes, default=0)  # the box is not cut along later axes
-        strides = [prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(last + 1)]
+        strides = [prod(lengths[axis + 1 :]) * self.dtype.itemsize for axis in range(last + 1)]
         start = self.offset + box[last].start * strides[last]
         length = len(box[last]) * strides[last]
         for position in product(*box[:last]):

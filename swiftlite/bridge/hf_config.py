@@ -32,6 +32,18 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 MODELOPT_FILE = "hf_quant_config.json"
 """File in which ModelOpt can describe the quantization, in addition to config.json or instead."""
 _MOST_HEADER_BYTES = 100_000_000
+_GEMMA3_TEXT = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 262_208,
+}
+_DEFAULTS = {"gemma3": _GEMMA3_TEXT}
+"""Settings that published files do not state under `text_config`, as in transformers' classes, which engines use."""
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
@@ -90,12 +102,16 @@ def _modelopt_quantization(path: Path) -> dict[str, Any]:
 
 
 def _unwrapped(content: HfConfig) -> dict[str, Any]:
-    """Return the config with the keys under `text_config` at the top level."""
+    """Return the config with the keys under `text_config` at the top level.
+
+    The output layer belongs to the whole model, so `tie_word_embeddings` outside has precedence, as in transformers 5
+    and vLLM: transformers writes the default of the language model's class under `text_config`.
+    """
     text = content.get(_TEXT)
     if not isinstance(text, dict):
         return dict(content)
-    own = {key: content[key] for key in ("model_type", "architectures") if key in content}
-    return {**content, **text, **own}
+    own = {key: content[key] for key in ("model_type", "architectures", "tie_word_embeddings") if key in content}
+    return {**_DEFAULTS.get(str(content.get("model_type")), {}), **content, **text, **own}
 
 
 def has_tensors(hf_dir: Path, prefix: str) -> bool:

@@ -26,7 +26,7 @@ from swiftlite.base.atomic import atomic_write, sync
 from swiftlite.base.errors import UserError
 from swiftlite.base.json_file import parse_json, read_json
 from swiftlite.bridge.encoding.encoding import Format, Found, Stored, WritableEncoding, find_tensors, unquantized
-from swiftlite.bridge.encoding.expert_stack import fold, unfold
+from swiftlite.bridge.encoding.expert_stack import fold, transposed_stacks, unfold
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.entry import Box, Entry, TensorTypes
 from swiftlite.bridge.hf_config import HEADS_FILE, read_config
@@ -189,6 +189,11 @@ class Checkpoint:
             else:
                 there.copy_(self._decode(key, box, buffers))
 
+    def fold(self, tensors: TensorTypes) -> TensorTypes:
+        """Return dtypes and shapes of tensors after single experts are replaced by the stacks of these files."""
+        transposed = transposed_stacks({key: entry.shape for key, entry in self.stored.items()})
+        return fold(tensors, self.stored, transposed)
+
     def dtype_of(self, key: str, decoded: torch.dtype) -> torch.dtype:
         """Return the dtype of a tensor in the files; `decoded` if the tensor is encoded."""
         if key in self.encoded:
@@ -271,7 +276,7 @@ def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
             key: (checkpoint.dtype_of(key, torch.bfloat16), entry.shape) for key, entry in checkpoint.entries.items()
         }
     described = {}
-    for key, (dtype, shape) in fold(types, checkpoint.stored).items():
+    for key, (dtype, shape) in checkpoint.fold(types).items():
         described[key] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     return described
 

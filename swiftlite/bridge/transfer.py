@@ -308,6 +308,7 @@ def save_hf(
     hf_config: HfConfig,
     *,
     dtypes: Dtypes = None,
+    transposed: Collection[str] = (),
     encodings: Mapping[str, WritableEncoding] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     carried: Path | None = None,
@@ -331,6 +332,7 @@ def save_hf(
             None: the dtype of the parameters. The keys also list the source model's tensors: a copy such as the
             `lm_head.weight` of a tied model is written if its key is among them. A copy in an MTP head is also written
             if the source had no tensor of that head. Experts are stacked if the key of the stack is among the keys.
+        transposed: names of stacks of transposed matrices (`transposed_stacks`).
         encodings: encodings of tensors that are not plain, by HF key; not supported for stacked experts. Each rank must
             hold whole blocks.
         max_shard_bytes: maximum size of one file.
@@ -365,7 +367,7 @@ def save_hf(
         tensors = {key: found for key, found in tensors.items() if family.is_mtp(hf_config, key) == (part == "heads")}
         pieces = (piece for piece in pieces if piece[0] in tensors)
 
-    folded = fold(tensors, source_dtypes.keys())
+    folded = fold(tensors, source_dtypes.keys(), transposed)
     files = ShardedFiles(Path(out_dir), folded, max_shard_bytes, encodings, stem, trunk)
     if placement.is_first_rank():
         _create(files, () if trunk is None else {entry.file for entry in trunk.values()})

@@ -20,6 +20,7 @@ from swiftlite.base.heads import MTP, Heads, depth_key
 from swiftlite.base.log import logger
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.carry import copy_trunk
+from swiftlite.bridge.encoding.expert_stack import transposed_stacks
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, dtype_change, read_config, write_patched
@@ -110,7 +111,8 @@ def write_model(export: Export) -> None:
     if source.trunk.files_from:
         copied = _copy_quantized_trunk(source.trunk.files_from, directory)
     dist.barrier()  # the first rank has created the directory's files; other ranks write their slices into others
-    dtypes = _source_dtypes(source)
+    tensors = _source_tensors(source)
+    dtypes = dtypes_of(tensors)
     carried = None
     if copied is None:  # otherwise the copied files have the parts outside of the language model, too
         carried = carried_file(source.hf_model.directory)
@@ -120,6 +122,7 @@ def write_model(export: Export) -> None:
         family=source.hf_model.family,
         hf_config=source.hf_model.config,
         dtypes=_written_dtypes(dtypes, source, args.torch_dtype),
+        transposed=transposed_stacks({key: tensor["shape"] for key, tensor in tensors.items()}),
     )
     has_draft = _has_draft_folder(export)
     with source.trunk.pieces(source.dtype) as layers:
@@ -339,12 +342,12 @@ def _open_checkpoint(source: RunSource, mesh: Mesh) -> list[GPTModel]:
     return chunks
 
 
-def _source_dtypes(source: RunSource) -> dict[str, str]:
-    """Return the dtype of each tensor of the model that the run started from, with grafted heads."""
+def _source_tensors(source: RunSource) -> dict[str, dict[str, Any]]:
+    """Return dtype and shape of each tensor of the model that the run started from, with grafted heads."""
     tensors = source_tensors(source.hf_model.directory)
     if source.graft_from:
         tensors = with_heads_of(source.hf_model, tensors, source.graft_from)
-    return dtypes_of(tensors)
+    return tensors
 
 
 def _written_dtypes(dtypes: dict[str, str], source: RunSource, torch_dtype: str | None) -> dict[str, str]:

@@ -13,8 +13,8 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.models.deepseek_v32 import DEEPSEEK_V32
 from swiftlite.families.models.ernie4_5_moe import ERNIE4_5_MOE
-from swiftlite.families.models.exaone4 import EXAONE4
-from swiftlite.families.models.gemma3 import GEMMA3_TEXT
+from swiftlite.families.models.exaone4 import EXAONE4, EXAONE4_5
+from swiftlite.families.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from swiftlite.families.models.glm4_moe import GLM4_MOE
 from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
 from swiftlite.families.models.glm_moe_dsa import GLM_MOE_DSA
@@ -38,10 +38,10 @@ from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from swiftlite.families.models.qwen3_moe import QWEN3_MOE
 from swiftlite.families.models.qwen3_next import QWEN3_NEXT
-from swiftlite.families.models.qwen3_vl import QWEN3_VL
+from swiftlite.families.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from swiftlite.families.models.seed_oss import SEED_OSS
 from swiftlite.families.models.smollm3 import SMOLLM3
-from swiftlite.families.models.step3p5 import STEP3P5
+from swiftlite.families.models.step3p5 import STEP3P5, STEP3P7
 from swiftlite.families.rank import Rank
 from swiftlite.families.reward_model import is_reward_model
 from swiftlite.families.values import rope_problems, value_problems
@@ -52,6 +52,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": DEEPSEEK_V32,
     "ernie4_5_moe": ERNIE4_5_MOE,
     "exaone4": EXAONE4,
+    "exaone4_5": EXAONE4_5,
+    "gemma3": GEMMA3,
     "gemma3_text": GEMMA3_TEXT,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
@@ -81,9 +83,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
     "step3p5": STEP3P5,
+    "step3p7": STEP3P7,
 }
 
 

@@ -31,7 +31,7 @@ from tests.tiers import some_of
 EVALUATION = {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25}
 
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_5_vl")
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 all_families = pytest.mark.parametrize("family", some_of(FAMILIES, "qwen3_5"), indirect=True)
 # As a parameter too: without one, pytest would compute the fixtures of the module again.
 one_family = pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)

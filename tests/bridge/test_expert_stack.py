@@ -85,16 +85,20 @@ def test_what_transformers_writes_is_read(tmp_path, mesh, family, original_forma
     assert_same_tensors(dict(again.state_dict()), dict(hf.state_dict()))
 
 
-def test_experts_have_their_own_numbers(tmp_path, mesh):
-    """Megatron's fc1 is [gate, up] of one expert."""
-    source = make_tiny_hf(tmp_path, "qwen3_moe", packed_experts=True)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_have_their_own_numbers(tmp_path, mesh, is_transposed):
+    """Megatron's fc1 is [gate, up] of one expert. Transposed stacks are recognized even if matrices are square."""
+    family = "qwen3_vl_moe" if is_transposed else "qwen3_moe"
+    source = make_tiny_hf(tmp_path, family, packed_experts=not is_transposed, moe_intermediate_size=32)
     load(model := build(source, mesh, depth=0), source)
-    stacked = read_all(source)
+    stacks = {name.rpartition(".")[2]: tensor for name, tensor in read_all(source).items() if "layers.1.mlp.ex" in name}
+    assert stacks["gate_up_proj"].shape == (4, 64, 64)
     for expert in range(4):
         prefix = f"decoder.layers.1.mlp.experts.local_experts.{expert}."
-        assert torch.equal(model.get_parameter(f"{prefix}linear_fc1.weight"), stacked[GATE_UP][expert])
-        down = stacked["model.layers.1.mlp.experts.down_proj"][expert]
-        assert torch.equal(model.get_parameter(f"{prefix}linear_fc2.weight"), down)
+        for linear, name in {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}.items():
+            matrix = stacks[name][expert]
+            parameter = model.get_parameter(f"{prefix}{linear}.weight")
+            assert torch.equal(parameter, matrix.T if is_transposed else matrix)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from swiftlite import families
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.encoding.expert_stack import transposed_stacks
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.placement import global_name
 from swiftlite.bridge.tensors import describe
@@ -64,8 +65,10 @@ def load(model: torch.nn.Module, hf_dir: Path, **options) -> WeightsReport:
 
 def save(model: torch.nn.Module, source: Path, out_dir: Path, **options: Any) -> list[str]:
     hf_config = read_config(source)
-    dtypes = {key: tensor["dtype"] for key, tensor in describe(source).items()}
-    options = {"dtypes": dtypes} | options
+    described = describe(source)
+    dtypes = {key: tensor["dtype"] for key, tensor in described.items()}
+    transposed = transposed_stacks({key: tensor["shape"] for key, tensor in described.items()})
+    options = {"dtypes": dtypes, "transposed": transposed} | options
     return save_hf([model], out_dir, families.get(hf_config), hf_config, **options)
 
 
@@ -415,7 +418,7 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     prefixes = behind if behind_the_trunk else ("mtp.", "model.mtp_", "model.mtp.")
     assert set(report.dropped) == {key for key in per_expert(original) if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")
-    left = (*prefixes, "model.visual.", "visual.", "vision_tower.")
+    left = (*prefixes, "model.visual.", "visual.", "vision_tower.", "vision_model.")
     trunk = {key: tensor for key, tensor in original.items() if not key.startswith(left)}
     assert_same_tensors(read_all(tmp_path / "out"), trunk)
 

@@ -5,11 +5,13 @@ not declare it. Everything outside of the language model is exported unchanged.
 """
 
 import json
+from collections.abc import Mapping
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Gemma3TextConfig
 
 from swiftlite import families
 from swiftlite.args.commands import ExportArgs
@@ -22,7 +24,7 @@ from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.open import open_model
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.train.checkpoint.source import CARRIED_FILE
-from tests.tiny import WRAPPED, carried_tensors, make_tiny_hf, make_tiny_vision_hf
+from tests.tiny import COPIED_TOWER, WRAPPED, carried_tensors, make_tiny_hf, make_tiny_vision_hf
 
 
 @pytest.fixture
@@ -41,6 +43,58 @@ def test_settings_stand_at_the_top_for_whoever_asks(hf_dir):
     assert Heads.from_config(config) == Heads(1)
     assert read_hf_config(hf_dir) == config
     assert families.get(config).name == "qwen3_5"
+
+
+def test_settings_that_gemma_3_leaves_out_are_those_of_transformers(tmp_path):
+    stated = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "sliding_window": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": stated}))
+    config, reference = read_config(tmp_path), Gemma3TextConfig(**stated)
+    assert config.keys() - stated.keys() - {"model_type", "text_config"}
+    for key in config.keys() - {"model_type", "text_config"}:
+        assert config[key] == getattr(reference, key), key
+    assert families.get(config).name == "gemma3"
+
+
+@pytest.mark.parametrize("family", COPIED_TOWER)
+def test_names_that_transformers_saves_since_4_52(tmp_path, mesh, family):
+    """Heads named as decoder layers follow those of the language model. An export has the names of its source."""
+    hf_dir = make_tiny_hf(tmp_path / "renamed", family, depth=1, with_tokenizer=True)
+    names = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+    names |= {"vision_tower.": "model.vision_tower."}
+    before = load_file(hf_dir / "model.safetensors")
+    after = {rename(key, names): tensor for key, tensor in before.items()}
+    tokens, positions = torch.arange(20, 40)[None], torch.arange(20)[None]
+    logits = []
+    for tensors in (before, after):
+        save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
+        model = resolve(hf_dir)
+        assert audit_hf(hf_dir, model.family) == []
+        (built,), report = open_model(model, mesh, dtype=torch.float32)
+        assert len(report.carried) == len(carried_tensors(family))
+        with torch.no_grad():
+            found = built.eval()(ModelInputs(tokens, positions))
+        logits.append(torch.stack([found.main, *found.mtp]))
+    assert torch.equal(*logits)
+    convert(ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
+    convert(ExportArgs(model=str(tmp_path / "run"), output_dir=str(tmp_path / "out"), to_hf=True), mesh)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == after.keys()
+    assert all(torch.equal(exported[key], tensor) for key, tensor in after.items())
+
+
+def rename(key: str, names: Mapping[str, str]) -> str:
+    for old, new in names.items():
+        if key.startswith(old):
+            return new + key.removeprefix(old)
+    return key
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_output_layer_belongs_to_the_whole_model(tmp_path, is_tied):
+    """transformers 5 writes the default of Qwen3-VL's language model under text_config."""
+    config = {"tie_word_embeddings": is_tied, "text_config": {"tie_word_embeddings": not is_tied}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path)["tie_word_embeddings"] is is_tied
 
 
 def test_a_change_is_made_where_the_key_stands(hf_dir, tmp_path):
@@ -98,8 +152,10 @@ def test_without_tensors_nothing_is_promised(hf_dir):
     assert Heads.from_config(read_hf_config(hf_dir)).layers == 0
 
 
-@pytest.mark.parametrize("packed_experts", [False, True], ids=["one by one", "stacked"])
-@pytest.mark.parametrize("family", WRAPPED)
+STACKED = [family for family in WRAPPED if family != "step3p7"]  # whose files always have stacks of single matrices
+
+
+@pytest.mark.parametrize(("family", "packed_experts"), [*product(WRAPPED, (False,)), *product(STACKED, (True,))])
 def test_there_and_back_changes_no_byte(tmp_path, mesh, family, packed_experts):
     """The vision tower and the config.json of the whole model are included."""
     hf_dir = make_tiny_hf(

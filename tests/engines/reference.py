@@ -25,9 +25,10 @@ from tests.tiny import (
     DSA,
     HEADS_WITH_COPIES,
     KIND_OF_HEADS,
+    WINDOWED_HEADS,
     WITH_OWN_OUTPUT,
-    as_in_files,
     embedded,
+    head_in_files,
     head_layer,
     head_name,
     logits_of,
@@ -35,6 +36,7 @@ from tests.tiny import (
     memory_name,
     mtp_names,
     output_name,
+    per_expert,
     random_mtp_tensors,
     write_hf,
 )
@@ -120,6 +122,8 @@ class Reference(nn.Module):
         tensors |= {memory_name(family, name): tensor for name, tensor in tensors.items()}  # heads are read by both
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
         trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
+        if family == "qwen3_vl_moe":
+            tensors = per_expert(tensors)
         missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)
         assert set(missing) <= {"lm_head.weight"}
         trunk.tie_weights()
@@ -131,7 +135,7 @@ class Reference(nn.Module):
             head: Any = self.heads[k]
             names, block = mtp_names(self.family, k, self.trunk.config.num_hidden_layers)
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
-            for suffix, tensor in as_in_files(self.family, head["block"].state_dict()).items():
+            for suffix, tensor in head_in_files(self.family, head["block"].state_dict()).items():
                 tensors[block + head_name(self.family, suffix)] = tensor
             if self.family in WITH_OWN_OUTPUT:
                 tensors[output_name(block)] = head["output"].weight.detach()
@@ -203,7 +207,7 @@ class Reference(nn.Module):
             return torch.full((1, 1, length, length), -torch.inf).triu(1)
         window = getattr(config, "sliding_window", None)
         is_mixed = getattr(config, "layer_types", None) is not None
-        if window is None or (is_mixed and KIND_OF_HEADS.get(self.family) != "sliding_attention"):
+        if window is None or (is_mixed and self.family not in WINDOWED_HEADS):
             return None
         seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
         return torch.where(seen, 0.0, -torch.inf)[None, None]

@@ -27,7 +27,7 @@ from swiftlite.families.serving.quantized import METHODS, unlisted_engines, with
 from tests.engines.quantized_lists import change_quantization, list_plain, list_trunk
 from tests.messages import naming
 from tests.quantized import linear_modules, quantize_hf
-from tests.tiny import CLASSES, COPIED_TOWER, ONLY_IN_VLLM, make_tiny_hf, mtp_names
+from tests.tiny import CLASSES, ONLY_IN_TRANSFORMERS, ONLY_IN_VLLM, make_tiny_hf, mtp_names
 
 FORMATS = {"compressed-tensors": "int8", "fp8": "fp8_blocks"}
 ENTIRE = {
@@ -48,7 +48,7 @@ def make(directory: Path, family: str, method: str, block: bool) -> Path:
     return model
 
 
-@pytest.mark.parametrize("family", [family for family in CLASSES if family not in COPIED_TOWER])
+@pytest.mark.parametrize("family", [family for family in CLASSES if family not in ONLY_IN_TRANSFORMERS])
 def test_the_list_describes_the_heads(tmp_path, family):
     """For every method, with plain and with quantized decoder layers of two heads."""
     model = resolve_served(make_tiny_hf(tmp_path, family, 2))

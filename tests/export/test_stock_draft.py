@@ -175,6 +175,7 @@ REASONS = {
     "minimax_m2": "experts",
     "qwen2_5_vl": "top",
     "qwen3_vl": "top",
+    "qwen3_vl_moe": "top",
 }
 
 

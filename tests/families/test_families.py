@@ -20,6 +20,7 @@ from tests.tiny import (
     HYBRID,
     LATENT,
     OWN_SIZES,
+    STEP,
     WINDOWED,
     alternating,
     hub_name,
@@ -138,6 +139,7 @@ OWN_NEUTRAL = {
     "granite": {"attention_bias", "mlp_bias"},
     "qwen3_next": {"attention_bias"},
     "qwen3_vl": {"attention_bias"},
+    "qwen3_vl_moe": {"attention_bias", "norm_topk_prob"},
     "qwen3_5": {"attention_bias"},
     "qwen3_5_text": {"attention_bias"},
     "qwen3_5_moe": {"attention_bias"},
@@ -191,7 +193,7 @@ OWN_READ = {
     "exaone4": {"sliding_window", "sliding_window_pattern"},
     "gemma3_text": {"query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"},
     "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
-    "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), OF_QWEN_MIXTURE | {"num_local_experts"}),
     "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
     "qwen3_5": OF_LINEAR | {"mtp_num_hidden_layers"},
     "qwen3_5_moe": OF_QWEN_MIXTURE
@@ -255,9 +257,11 @@ OWN_READ = {
         "swiglu_limits_shared",
     },
 }
+for _wrapper, _text in {"exaone4_5": "exaone4", "gemma3": "gemma3_text", "step3p7": "step3p5"}.items():
+    OWN_NEUTRAL[_wrapper], OWN_READ[_wrapper] = OWN_NEUTRAL[_text], OWN_READ[_text]
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
 MOE = sorted(family for family, keys in OWN_READ.items() if keys & {"moe_k", "moe_top_k", "num_experts_per_tok"})
-TOPK = {"ernie4_5_moe": "moe_k", "step3p5": "moe_top_k"}
+TOPK = {"ernie4_5_moe": "moe_k", **dict.fromkeys(STEP, "moe_top_k")}
 """Keys for the number of experts per token, if it is not num_experts_per_tok."""
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
@@ -316,8 +320,11 @@ OWN_CONFIG["gemma3_text"] = {
     "qk_layernorm": True,
     "softmax_scale": 48**-0.5,
 }
+OWN_CONFIG["exaone4_5"] = OWN_CONFIG["exaone4"]
+OWN_CONFIG["gemma3"] = OWN_CONFIG["gemma3_text"]
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
+OWN_CONFIG["step3p7"] = OWN_CONFIG["step3p5"]
 OWN_CONFIG["olmo3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["mimo_v2_flash"] = {"kv_channels": 12, "num_query_groups": 4, "softmax_scale": 16**-0.5}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
@@ -337,12 +344,12 @@ def written_config(family: str) -> dict[str, Any]:
     own: dict[str, Any] = {"layer_types": alternating(2)} if family == "olmo3" else {}
     if family == "mimo_v2_flash":
         own = mimo_v2_flash(sizes)
-    if family == "step3p5":
+    if family in STEP:
         own = lists_of_step(sizes)
     values = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, **sizes, **own}
     config: PreTrainedConfig = CLASSES[family][0](**values | OWN_SIZES.get(family, {}))
     written = config.to_dict() | {"model_type": family}
-    if family == "step3p5":
+    if family in STEP:
         written = step_as_published(written, 0)
     return written
 
@@ -368,7 +375,7 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     if config["tie_word_embeddings"]:
         del state[hub_name(family, "lm_head.weight")]
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if family == "step3p5":
+    if family in STEP:
         config = step_as_published(config, 2)
     rows = families.FAMILIES[family].rows(config, 0)
     assert {key: shape for row in rows for key, shape in row.hf.items()} == shapes
@@ -421,7 +428,7 @@ def test_mcore_config(family):
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": family in ("qwen2", "qwen2_5_vl", "qwen2_moe", "mimo", "glm4_moe", "seed_oss"),
-        "qk_layernorm": family in ("qwen3", "qwen3_vl", "qwen3_moe", "glm4_moe", "hy_v3", *HYBRID),
+        "qk_layernorm": family in ("qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "glm4_moe", "hy_v3", *HYBRID),
         "init_method_std": 0.02,
     } | OWN_CONFIG.get(family, {})
 
@@ -558,6 +565,10 @@ REFUSED = [
     *[(family, TOPK.get(family, "num_experts_per_tok"), 1) for family in ("ernie4_5_moe", "gpt_oss", "step3p5")],
     ("qwen2_5_vl", "rope_parameters", {"rope_type": "default"}),
     ("qwen3_vl", "rope_parameters", {"rope_type": "default"}),
+    ("qwen3_vl_moe", "rope_parameters", {"rope_type": "default"}),
+    ("qwen3_vl_moe", "attention_bias", True),
+    ("qwen3_vl_moe", "norm_topk_prob", False),
+    ("qwen3_vl_moe", "mlp_only_layers", [0, 1]),
     ("gpt_oss", "experts_per_token", 3),
     ("gpt_oss", "attention_bias", False),
     ("gpt_oss", "rms_norm_eps", 1e-6),
@@ -898,7 +909,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
     [
         family
         for family in MOE
-        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "step3p5"))
+        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p"))
     ],
 )
 def test_one_expert_per_token(family):

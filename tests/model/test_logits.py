@@ -24,7 +24,9 @@ from tests.tiny import (
     KIND_OF_HEADS,
     LATENT,
     OWN_SIZES,
+    STEP,
     WINDOWED,
+    WINDOWED_HEADS,
     WITH_OWN_OUTPUT,
     embedded,
     head_layer,
@@ -65,9 +67,10 @@ MOE = (
     "minimax_m2",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_vl_moe",
     "glm4_moe",
     "hy_v3",
-    "step3p5",
+    *STEP,
     *LATENT,
     *HYBRID,
 )
@@ -131,7 +134,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         rope = "longrope"
     if family == "gpt_oss":
         rope, dtype = "yarn", torch.float32  # engines have no other rope; bfloat16 below
-    if family in ("mimo_v2_flash", "minimax_m2", "step3p5"):
+    if family in ("mimo_v2_flash", "minimax_m2", *STEP):
         dtype = torch.float32  # bfloat16 below
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family in ("glm4_moe", "minimax_m2"):
@@ -145,7 +148,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
     if family in WINDOWED:
         if family == "olmo3":
             parameters["rope_theta"] = 500_000.0
-        if family == "step3p5":
+        if family in STEP:
             parameters["partial_rotary_factor"] = 0.5
         base = 1e3 if family == "gemma3_text" else 500_000.0
         parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
@@ -176,7 +179,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
 @pytest.mark.parametrize(("family", "depth", "dtype"), once([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Heads receive the inputs that the family's engine passes to them."""
-    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "step3p5"):
+    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", *STEP):
         dtype = torch.float32  # see test_bfloat16_logits
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
     drafting = index.FAMILIES[family].mtp.drafting
@@ -287,10 +290,10 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     rotary_of = (KIND_OF_HEADS[family],) if family in KIND_OF_HEADS else ()
     rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
     mask = None
-    if family in ("gpt_oss", "mimo_v2_flash", "step3p5", *DSA):  # whose attention is not causal by itself
+    if family in ("gpt_oss", *WINDOWED_HEADS, *DSA):  # whose attention is not causal by itself
         length = projected.size(1)
         mask = torch.full((1, 1, length, length), -torch.inf, dtype=projected.dtype).triu(1)
-        if KIND_OF_HEADS.get(family) == "sliding_attention":
+        if family in WINDOWED_HEADS:
             mask += torch.full_like(mask, -torch.inf).tril(-hf.config.sliding_window)
     output = layer(projected, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
     if family == "glm_moe_dsa":
@@ -298,7 +301,7 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     return output, norm("output_norm", output)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", "step3p5"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", *STEP])
 def test_bfloat16_logits(tmp_path, mesh, family):
     """transformers rounds more to bfloat16, so its logits differ. Ours are closer to exact ones.
 

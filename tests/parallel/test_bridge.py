@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.encoding.expert_stack import transposed_stacks
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf, stream_hf
@@ -84,9 +85,11 @@ def needs_sequence_parallel(hf_config: dict[str, Any]) -> bool:
 
 def save(model: GPTModel, source: Path, out_dir: Path, max_shard_bytes: int) -> None:
     hf_config = read_config(source)
-    dtypes = {key: tensor["dtype"] for key, tensor in describe(source).items()}
+    described = describe(source)
+    dtypes = {key: tensor["dtype"] for key, tensor in described.items()}
+    transposed = transposed_stacks({key: tensor["shape"] for key, tensor in described.items()})
     family = families.get(hf_config)
-    save_hf([model], out_dir, family, hf_config, dtypes=dtypes, max_shard_bytes=max_shard_bytes)
+    save_hf([model], out_dir, family, hf_config, dtypes=dtypes, transposed=transposed, max_shard_bytes=max_shard_bytes)
 
 
 @torch.no_grad()

@@ -66,9 +66,9 @@ HEADS = {
 }
 """Families that are published with MTP heads, here with one. The config.json of MiMo-V2-Flash declares none of its
 three."""
-VISION_LANGUAGE = {"mistral3", "qwen2_5_vl", "qwen3_vl"}
+VISION_LANGUAGE = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 """Families whose language model transformers has only together with the vision tower."""
-ZERO_CENTERED = {"gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5"}
+ZERO_CENTERED = {"gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5"}
 """Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
 STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
 """Models with stacked experts, and the part in which experts are stacked."""
@@ -161,7 +161,9 @@ def transformers_model(directory: Path) -> PreTrainedModel:
     """Return the trunk in float32 as a model of transformers. Models in `VISION_LANGUAGE` include the tower."""
     kind = json.loads((directory / "config.json").read_text())["model_type"]
     if kind in VISION_LANGUAGE:
-        return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+        return AutoModelForImageTextToText.from_pretrained(
+            directory, dtype=torch.float32, experts_implementation="eager"
+        ).eval()
     config = transformers_config(directory)
     trunk = {name: tensor.float() for name, tensor in numbers(directory).items() if not _is_other(name, config)}
     model_class: Any = CLASSES[kind][1]
@@ -218,6 +220,8 @@ def _copied(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
     held = {name.removeprefix("model."): tensor for name, tensor in whole.state_dict().items()}
+    if raw["model_type"] == "gemma3":
+        held = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in held.items()}
     return {name: tensor for name, tensor in held.items() if not name.startswith(("language_model.", "lm_head."))}
 
 

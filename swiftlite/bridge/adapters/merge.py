@@ -9,7 +9,6 @@ import torch
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.adapters.files import SavedAdapter
-from swiftlite.bridge.encoding.expert_stack import fold
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.hf_config import write_patched
 from swiftlite.bridge.rows import HfConfig, RowTable
@@ -57,7 +56,7 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
                 yield key, adapter.apply(of, checkpoint.read(of))
             yield from adapter.heads.items()
 
-        files = ShardedFiles(out_dir, fold(types, checkpoint.stored), _SHARD_BYTES)
+        files = ShardedFiles(out_dir, checkpoint.fold(types), _SHARD_BYTES)
         files.create()
         try:
             for key, tensor in tensors():

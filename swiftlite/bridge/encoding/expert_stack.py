@@ -17,7 +17,7 @@ and `moe.down_proj.weight`, and in FP8 also stacks of their scales. Tensors of s
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -47,8 +47,9 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     reports it as unexpected.
     """
     unfolded = {}
+    transposed = transposed_stacks({key: entry.shape for key, entry in entries.items()})
     for key, entry in entries.items():
-        experts = _experts_of(key, entry, has_bias=f"{key}_bias" in entries)
+        experts = _experts_of(key, entry, has_bias=f"{key}_bias" in entries, is_transposed=key in transposed)
         if experts and entries.keys().isdisjoint(experts):
             unfolded |= experts
         else:
@@ -56,10 +57,31 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     return unfolded
 
 
-def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
+def transposed_stacks(shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Return the names of the stacks of transposed matrices, as in published files of Qwen3-VL with experts.
+
+    Args:
+        shapes: shapes of all tensors of a model, by name.
+    """
+    found = set()
+    for name, shape in shapes.items():
+        prefix, _, last = name.rpartition(".")
+        other = f"{prefix}.down_proj"
+        if last != "gate_up_proj" or len(shape) != 3 or len(shapes.get(other, ())) != 3:
+            continue
+        _, hidden, twice_ffn = shape
+        if (twice_ffn, hidden) == (2 * shapes[other][1], shapes[other][2]):
+            found |= {name, other}
+    return found
+
+
+def fold(tensors: TensorTypes, stacks: Collection[str], transposed: Collection[str] = ()) -> TensorTypes:
     """Return the dtypes and shapes of tensors after single experts are replaced by the stacks in `stacks`.
 
     Experts of gpt-oss and Step-3.5 are always replaced.
+
+    Args:
+        transposed: names of stacks of transposed matrices (`transposed_stacks`).
     """
     folded: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():
@@ -70,8 +92,8 @@ def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
         elif match := _MATRIX_EXPERT.fullmatch(key):
             folded[name] = (dtype, (int(match.group(2)) + 1, *shape))
         elif (match := _EXPERT.fullmatch(key)) and name in stacks:
-            rows, columns = shape
-            folded[name] = (dtype, (int(match.group(2)) + 1, _num_parts(name) * rows, columns))
+            matrix = (_num_parts(name) * shape[0], shape[1])
+            folded[name] = (dtype, (int(match.group(2)) + 1, *(matrix[::-1] if name in transposed else matrix)))
         else:
             folded[key] = (dtype, shape)
     return folded
@@ -135,11 +157,12 @@ def _num_parts(name: str) -> int:
     return len(_PARTS[name.rpartition(".")[2]])
 
 
-def _experts_of(key: str, entry: Entry, has_bias: bool) -> dict[str, Entry]:
+def _experts_of(key: str, entry: Entry, has_bias: bool, is_transposed: bool) -> dict[str, Entry]:
     """Return the locations of the single experts' tensors in a stack; empty if the tensor is not a stack.
 
     Args:
         has_bias: whether there is also a stack of biases, as in files of gpt-oss.
+        is_transposed: whether matrices are transposed, as in files of Qwen3-VL with experts.
     """
     if match := _MATRIX_STACK.fullmatch(key):
         return _matrix_experts(match.group(1), match.group(2), entry)
@@ -152,15 +175,21 @@ def _experts_of(key: str, entry: Entry, has_bias: bool) -> dict[str, Entry]:
         return {}
     parts = _PARTS[name]
     num_experts, rows, columns = entry.shape
+    if is_transposed:
+        rows, columns = columns, rows
     if rows % len(parts):
         return {}
     part = replace(entry, shape=(rows // len(parts), columns))
+    expert_bytes = len(parts) * part.nbytes
+    part_bytes = part.nbytes
+    if is_transposed:  # parts are side by side in the rows of the file
+        part = replace(part, is_transposed=True, row_length=rows)
+        part_bytes = part.shape[0] * entry.dtype.itemsize
     experts = {}
-    offset = entry.offset
     for expert in range(num_experts):
-        for matrix in parts:
+        for number, matrix in enumerate(parts):
+            offset = entry.offset + expert * expert_bytes + number * part_bytes
             experts[f"{prefix}.{expert}.{matrix}.weight"] = replace(part, offset=offset)
-            offset += part.nbytes
     return experts
 
 

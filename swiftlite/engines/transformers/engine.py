@@ -49,7 +49,7 @@ from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys,
 from swiftlite.engines.transformers.verification import processed, verify, verify_greedily, warpers
 from swiftlite.families.drafters import SERVED
 from swiftlite.families.resolved import HfModel
-from swiftlite.families.wrapped import PREFIX, is_wrapped
+from swiftlite.families.wrapped import is_wrapped, text_name
 
 
 class TransformersEngine:
@@ -383,7 +383,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
         for key, entry in checkpoint.entries.items():
             if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
                 continue
-            name = key.removeprefix(PREFIX)
+            name = text_name(key) if is_wrapped(family) else key
             tensors[name] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
             checkpoint.read_into(tensors[name], key, (slice(None),) * len(entry.shape))
     return stack_as_in_files(tensors)

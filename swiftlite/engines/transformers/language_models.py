@@ -5,6 +5,10 @@ from typing import Any
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
@@ -22,6 +26,16 @@ Trunk = tuple[type[PreTrainedModel], PreTrainedConfig]
 def deepseek_v3(model: HfModel) -> Trunk:
     """Return the class and the config of a trunk with the layers of DeepSeek-V3."""
     return DeepseekV3ForCausalLM, DeepseekV3Config(**_settings(model))
+
+
+def exaone4(model: HfModel) -> Trunk:
+    """Return the class and the config of a trunk with the layers of EXAONE 4."""
+    return Exaone4ForCausalLM, Exaone4Config(**_settings(model))
+
+
+def gemma3(model: HfModel) -> Trunk:
+    """Return the class and the config of a trunk with the layers of Gemma 3."""
+    return Gemma3ForCausalLM, Gemma3TextConfig(**_settings(model))
 
 
 def mistral(model: HfModel) -> Trunk:

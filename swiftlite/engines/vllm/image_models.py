@@ -1,6 +1,6 @@
 """Model classes of vLLM for vision-language models with MTP heads, and draft models that run the heads.
 
-Supported are Qwen2.5-VL and Qwen3-VL without experts. Heads read an image's features in place of the embeddings of its
+Supported are Qwen2.5-VL and Qwen3-VL. Heads read an image's features in place of the embeddings of its
 placeholders, as in training. These classes are in a separate module from `models.py`, because vLLM's classes of
 vision-language models import torchvision.
 
@@ -14,7 +14,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModalEmbeddings
 
 from swiftlite.engines.loading.head_weights import Trunk, Weights
 from swiftlite.engines.loading.plugin_classes import class_of
-from swiftlite.engines.vllm.models import MtpDraft
+from swiftlite.engines.vllm.models import MtpDraft, Qwen3MoeMTPModel
 from swiftlite.engines.vllm.plugin import PLUGIN_DRAFTS
 
 __all__ = ["ImageDraft", "Trunk"]  # bases of the classes that `class_of` makes
@@ -54,6 +54,10 @@ class ImageDraft(MtpDraft, SupportsMultiModalEmbeddings):
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the heads from HF tensors, as `MtpDraft.load_weights` does."""
         return super().load_weights((name.replace(_IN_WRAPPER, "model.", 1), tensor) for name, tensor in weights)
+
+
+class Qwen3VLMoeMTPModel(ImageDraft, Qwen3MoeMTPModel):
+    """MTP draft model for Qwen3-VL with experts."""
 
 
 def __getattr__(name: str) -> type:

@@ -66,9 +66,9 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
         return _vllm_hf_config_override(hf_config)
     # "mtp" is one of vLLM's MTPModelTypes, without special treatment.
     changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": heads_of(hf_config).layers}
-    if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
-        changes |= _layers_like_the_last(hf_config)
     text_config = hf_config.get_text_config()
+    if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"):
+        changes |= _layers_like_the_last(text_config, changes["n_predict"])
     text_config.update(_settings_outside(hf_config, text_config) | changes)
     return text_config
 
@@ -96,7 +96,7 @@ def _module_of(trunk: str) -> str:
     return _MODELS
 
 
-def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
+def _layers_like_the_last(hf_config: PreTrainedConfig, num_heads: int) -> dict[str, Any]:
     """Return settings with which MTP heads have the same kind of layer as the trunk's last layer.
 
     vLLM selects the kind of a layer by its index; the indices of heads start from 0.
@@ -104,7 +104,7 @@ def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
     last = hf_config.num_hidden_layers - 1
     dense_heads: list[int] = []
     if last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0:
-        dense_heads = list(range(heads_of(hf_config).layers))
+        dense_heads = list(range(num_heads))
     return {"mlp_only_layers": dense_heads, "decoder_sparse_step": 1}
 
 

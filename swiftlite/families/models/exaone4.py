@@ -1,17 +1,22 @@
 """EXAONE 4: a Llama with norms of queries and keys, and of outputs of attention and MLP instead of inputs.
 
 If some layers have a sliding window, the others have no rotary embeddings. MTP heads have no window.
+
+EXAONE 4.5 is the same with a vision tower and an MTP head. Its head has the attention of the first layer, with a
+window, because vLLM and SGLang number the head's layer 0.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from swiftlite.families import dense, windows
+from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
 from swiftlite.families.windows import FULL, KINDS, WINDOW
+from swiftlite.families.wrapped import nested
 
 _NO_BIAS = (False, None)
 
@@ -75,6 +80,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(attention, dense.mlp(hf_config), has_input_norms=False, has_output_norms=True)
 
 
+def _outside_of_4_5(hf_config: HfConfig) -> Outside:
+    return replace(dense.outside(hf_config), head_layer=_layer(hf_config, 0))
+
+
 EXAONE4 = Family(
     name="exaone4",
     check=_check,
@@ -86,4 +95,9 @@ EXAONE4 = Family(
         sglang=sglang.plugin(PluginClasses("Exaone4ForCausalLM", layer="Exaone4Layer"), needs_gpu_backend=True),
     ),
     tiny={"sliding_window": 8, "sliding_window_pattern": 2},
+)
+EXAONE4_5 = nested(
+    replace(EXAONE4, outside=_outside_of_4_5),
+    "exaone4_5",
+    Serving(transformers="swiftlite.engines.transformers.language_models:exaone4"),
 )

@@ -1,7 +1,9 @@
-"""Gemma 3 (text): sliding windows alternate with full attention, which has other rotary embeddings.
+"""Gemma 3: sliding windows alternate with full attention, which has other rotary embeddings.
 
 Norms multiply by 1 + weight, and are also behind attention and MLP. Embeddings are multiplied by the square root of
 their size. MTP heads have full attention. Soft caps, which Gemma 2 has, are not supported.
+
+`gemma3` are the models with a vision tower, 4B to 27B.
 """
 
 from dataclasses import replace
@@ -12,6 +14,7 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
+from swiftlite.families.wrapped import wrapped
 
 _BASES: windows.Bases = {windows.WINDOW: ("rope_local_base_freq", 10_000.0), windows.FULL: ("rope_theta", 1_000_000.0)}
 # Sizes whose defaults in transformers are not derived from other sizes.
@@ -76,3 +79,4 @@ GEMMA3_TEXT = Family(
     ),
     tiny={"sliding_window_pattern": 2, "sliding_window": 8, "query_pre_attn_scalar": 48},
 )
+GEMMA3 = wrapped(GEMMA3_TEXT, "gemma3", Serving(transformers="swiftlite.engines.transformers.language_models:gemma3"))

@@ -5,8 +5,8 @@ by 1 + weight. In the last layers, outputs of gate and up are limited. Three MTP
 window, have output layers of their own. They read the states of the trunk and of the previous head before the norms, as
 in the draft classes of vLLM 0.32 and SGLang 0.5.23.
 
-transformers 5 has this model as the language model of Step-3.7 (`step3p7`). Lists of config.json have an entry for each
-layer, followed by one for each head.
+transformers 5 has this model as the language model of Step-3.7 (`step3p7`), whose tensors have the same names, next to
+those of a vision tower. Lists of config.json have an entry for each layer, followed by one for each head.
 """
 
 from collections.abc import Sequence
@@ -355,4 +355,10 @@ STEP3P5 = Family(
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
         },
     },
+)
+STEP3P7 = replace(
+    STEP3P5,
+    name="step3p7",
+    language_model=("model.", "lm_head."),
+    serving=Serving(transformers=STEP3P5.serving.transformers),
 )

@@ -43,10 +43,10 @@ from tests.quantized import quantize_hf
 from tests.tiers import selected, some_of
 from tests.tiny import (
     CLASSES,
-    COPIED_TOWER,
     DSA,
     HYBRID,
     LATENT,
+    ONLY_IN_TRANSFORMERS,
     VLLM_LATENT_SIZES,
     VLLM_VALUE_SIZES,
     WRAPPED,
@@ -68,12 +68,12 @@ SERVED_OTHERWISE = (("mimo", 1), ("qwen3", 0), ("qwen3", 1), ("qwen2", 2))
 """Models that other tests load too."""
 
 
-WITH_IMAGES = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+WITH_IMAGES = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 # vLLM's kernels for MXFP4 do not support every CPU, and vLLM chooses one while it builds the model. It has indexers and
 # limits of experts on GPUs only.
 ON_GPUS = (*DSA, "step3p5")
-# vLLM has no draft class for heads of COPIED_TOWER, and its classes of these models require further packages.
-NOT_HERE = (*ON_GPUS, *COPIED_TOWER)
+# vLLM has no draft class for heads of ONLY_IN_TRANSFORMERS, and its classes of these models require further packages.
+NOT_HERE = (*ON_GPUS, *ONLY_IN_TRANSFORMERS)
 PUBLISHED = [m for m in library.MODELS if not library.is_in_mxfp4(m) and library.family(m) not in NOT_HERE]
 RELOADED = ["Llama-3.1-8B", "Qwen3.5-27B", "Qwen3.6-35B-A3B"]
 """Models that receive new weights: one has a padded vocabulary, and two have a vision tower that is not transferred."""
@@ -102,9 +102,10 @@ OF_BLOCKS: dict[str, dict[str, Any]] = {
 """Families with blocks of 128 x 128, and their sizes: one of each kind of names."""
 WITHOUT_EXPERTS = ("qwen3", "llama", "qwen2", "mimo", "qwen3_5_text")
 QUANTIZED_CASES = [
-    # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only.
+    # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only, and requires a kernel for experts of
+    # Qwen3-VL even if the list excludes them.
     *product(
-        [family for family in CLASSES if family not in ("gpt_oss", *DSA, *COPIED_TOWER)],
+        [family for family in CLASSES if family not in ("gpt_oss", "qwen3_vl_moe", *DSA, *ONLY_IN_TRANSFORMERS)],
         ("int8", "int4"),
         (False, True),
     ),
