@@ -8,7 +8,7 @@ from swiftlite.families.layer import Layer
 from swiftlite.families.rank import Rank
 from swiftlite.plan.cost.adapters import is_split_by_columns
 from swiftlite.plan.cost.gpus import Gpu
-from swiftlite.plan.cost.software import Software
+from swiftlite.plan.cost.software import LOCAL, Software
 from swiftlite.plan.cost.timing import memory_seconds, product_seconds
 from swiftlite.plan.low_precision import LowPrecision, takes_low_precision
 
@@ -37,7 +37,7 @@ class Product:
     low: LowPrecision | None = None
     tokens_in: float = 0
     tokens_out: float = 0
-    software: Software = Software()
+    software: Software = LOCAL
 
     @property
     def weights(self) -> int:
@@ -88,7 +88,7 @@ def products_of(
     layer: Layer,
     rank: Rank,
     has_grouped_experts: bool = False,
-    software: Software = Software(),
+    software: Software = LOCAL,
     low: LowPrecision | None = None,
 ) -> Iterator[Product]:
     """Yield the matrix products of a decoder layer on a rank. Every expert has the same number of tokens.

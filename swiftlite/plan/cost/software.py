@@ -12,8 +12,8 @@ from swiftlite.plan.kernels import HOPPER
 class Software:
     """The efficiency of a trainer's kernels; the default is swiftlite with torch's kernels.
 
-    "Measured" values are from one H200 with torch 2.11, where a step of 8,192 tokens of the 1.7B model with one MTP head
-    took 327 ms (docs/en/gpu.md). `tests/plan/test_speed.py` compares the estimate of that step with its parts.
+    "Measured" values are from one H200 with torch 2.11, where a step of 8,192 tokens of the 1.7B model with one MTP
+    head took 327 ms (docs/en/gpu.md). `tests/plan/test_speed.py` compares the estimate of that step with its parts.
 
     Attributes:
         products: share of a Hopper GPU's peak that is reached inside a tile of a matrix product. Measured: 768 TFLOP/s
@@ -68,8 +68,9 @@ class Software:
         return self.flash2 if has_flash2 and gpu.capability == HOPPER else self.attention
 
 
+LOCAL = Software()
 _SOFTWARE: dict[TransformerImpl, Software] = {
-    "local": Software(),
+    "local": LOCAL,
     # Transformer Engine's products accumulate gradients directly, and do not stack the weights of experts.
     "transformer_engine": Software(gradient_bytes=8, stack_bytes=0),
 }
