@@ -112,8 +112,6 @@ class Machine:
     capability: float = 0.0
 
 
-
-
 PLANNED_MACHINE = Machine(
     True, has_transformer_engine=True, packed_kernel="torch_varlen", flash_impls=("FA3", "FA4"), capability=HOPPER
 )
