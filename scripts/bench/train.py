@@ -144,7 +144,14 @@ def train_trl(args: argparse.Namespace) -> list[float]:
 def train_swiftlite(
     args: argparse.Namespace, mtp_num_layers: int, options: Sequence[object] = (), root: Path | None = None
 ) -> list[float]:
-    """Return the tokens/s of each step of `swiftlite megatron sft`, from the metrics of the run.
+    """Return the tokens/s of each step of `swiftlite megatron sft`; the arguments are those of `steps_of_swiftlite`."""
+    return [step["tokens_per_second"] for step in steps_of_swiftlite(args, mtp_num_layers, options, root)]
+
+
+def steps_of_swiftlite(
+    args: argparse.Namespace, mtp_num_layers: int, options: Sequence[object] = (), root: Path | None = None
+) -> list[dict[str, float]]:
+    """Return the metrics of each step of `swiftlite megatron sft`.
 
     Args:
         options: further options, which can also replace the dataset.
@@ -169,7 +176,7 @@ def train_swiftlite(
         if done.returncode:
             sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
         lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return [json.loads(line) for line in lines if "tokens_per_second" in line]
 
 
 CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
