@@ -1,4 +1,5 @@
-"""Measure training speed: against a plain transformers loop and TRL, with MTP heads, and with packed rows.
+"""Measure training speed: against a plain transformers loop and TRL, with MTP heads, with packed rows, and against
+another version of swiftlite.
 
 All compared programs have the same model, rows, batch, precision and threads. Every row has exactly `--max_length`
 tokens, so that there is no padding. The programs run in alternating subprocesses. A figure is the median over the steps
@@ -9,6 +10,7 @@ idle.
     python scripts/bench/train.py --model DIR --torch_dtype bfloat16
     python scripts/bench/train.py --model DIR --heads  # one MTP layer against arithmetic, heads_only against joint
     python scripts/bench/train.py --packing            # rows of different lengths, tokens/s without padding
+    python scripts/bench/train.py --revision REVISION  # this version against one of git, with and without an MTP layer
 
 TRL (`pip install trl`) is measured if it is installed.
 """
@@ -23,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -139,11 +141,21 @@ def train_trl(args: argparse.Namespace) -> list[float]:
     return [args.micro_batch_size * args.max_length / step for step in seconds]
 
 
-def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int, options: Sequence[object] = ()) -> list[float]:
-    """Return the tokens/s of each step of `swiftlite megatron sft`, from the metrics of the run.
+def train_swiftlite(
+    args: argparse.Namespace, mtp_num_layers: int, options: Sequence[object] = (), root: Path | None = None
+) -> list[float]:
+    """Return the tokens/s of each step of `swiftlite megatron sft`; the arguments are those of `steps_of_swiftlite`."""
+    return [step["tokens_per_second"] for step in steps_of_swiftlite(args, mtp_num_layers, options, root)]
+
+
+def steps_of_swiftlite(
+    args: argparse.Namespace, mtp_num_layers: int, options: Sequence[object] = (), root: Path | None = None
+) -> list[dict[str, float]]:
+    """Return the metrics of each step of `swiftlite megatron sft`.
 
     Args:
         options: further options, which can also replace the dataset.
+        root: directory that contains the package swiftlite; None: the package that Python finds.
     """
     dataset: tuple[object, ...] = ()
     if "--sft_mock_dataset_config_json" not in options:
@@ -158,11 +170,13 @@ def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int, options: Sequ
             *("--split_dataset_ratio", 0, "--acceptance_samples", 0, "--logging_steps", 1, "--report_to", "none"),
             *options,
         ]
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        environment = os.environ | ({"PYTHONPATH": str(root)} if root else {})
+        words = [str(word) for word in command]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=root, env=environment)
         if done.returncode:
             sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
         lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return [json.loads(line) for line in lines if "tokens_per_second" in line]
 
 
 CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
@@ -171,6 +185,8 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
     "swiftlite_mtp": lambda args: train_swiftlite(args, 1),
     "heads_only": lambda args: train_swiftlite(args, 1, ("--mtp_mode", "heads_only", "--mtp_loss", "ce")),
     "trl": train_trl,
+    "revision": lambda args: train_swiftlite(args, 0, root=args.worktree),
+    "revision_mtp": lambda args: train_swiftlite(args, 1, root=args.worktree),
 }
 
 # The same samples in each step, arranged differently.
@@ -210,6 +226,12 @@ HEADS = (
     ("swiftlite_mtp", "one MTP layer, joint", "swiftlite", "without MTP"),
     ("heads_only", "one MTP layer, heads_only", "swiftlite_mtp", "joint"),
 )
+VERSIONS = (
+    ("revision", "revision without MTP", "revision", ""),
+    ("swiftlite", "without MTP", "revision", "the revision"),
+    ("revision_mtp", "revision, one MTP layer", "revision_mtp", ""),
+    ("swiftlite_mtp", "one MTP layer", "revision_mtp", "the revision"),
+)
 PACKED = tuple(
     (f"{way}, {source}", f"{way}, {source}", f"padded, {source}", "" if way == "padded" else "padded")
     for source in SOURCES
@@ -223,10 +245,23 @@ def choose(args: argparse.Namespace) -> tuple[tuple[str, str, str, str], ...]:
         return PACKED
     if args.heads:
         return HEADS
+    if args.revision:
+        return VERSIONS
     if importlib.util.find_spec("trl"):
         return (*ALONE, TRL)
     print("TRL takes no part: pip install trl")
     return ALONE
+
+
+@contextmanager
+def worktree(revision: str, directory: Path) -> Iterator[None]:
+    """Check out a revision of this repository in a directory, temporarily."""
+    git = ("git", "-C", SCRIPTS.parent, "worktree")
+    subprocess.run([*git, "add", "--quiet", "--detach", directory, revision], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*git, "remove", "--force", directory], check=True)
 
 
 def mtp_cost(config: dict) -> float:
@@ -257,6 +292,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--dataset", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--worktree", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--revision", default="", help="revision of git to compare with")
     parser.add_argument("--packing", action="store_true", help="packed against padded")
     parser.add_argument(
         "--heads", action="store_true", help="one MTP layer against arithmetic, heads_only against joint"
@@ -279,7 +316,10 @@ def main() -> None:
         architecture = json.loads((args.model / "config.json").read_text())
         compared = choose(args)
         names = [name for name, *_ in compared]
-        rounds = race(names, args.rounds, args.threads, "--model", args.model, "--dataset", args.dataset)
+        paths = {"model": args.model.resolve(), "dataset": args.dataset, "worktree": Path(directory) / "worktree"}
+        options = chain.from_iterable((f"--{name}", path) for name, path in paths.items())
+        with worktree(args.revision, paths["worktree"]) if args.revision else nullcontext():
+            rounds = race(names, args.rounds, args.threads, *options)
     speed = {name: [*chain.from_iterable(steps[args.warmup :] for steps in found)] for name, found in rounds.items()}
     median = {name: statistics.median(values) for name, values in speed.items()}
     for name, label, rival, than in compared:

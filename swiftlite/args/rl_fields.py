@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from swiftlite.args import bounds
-from swiftlite.args.fields import LrDecayStyle, SamplingArgs
+from swiftlite.args.fields import LrDecayStyle, SamplingArgs, WeightTransport
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
@@ -142,9 +142,13 @@ class CompletionArgs(SamplingArgs):
     """Peak learning rate of the heads. Default: --lr."""
     max_batch_size: bounds.PositiveInt = 64
     """Maximum number of completions that the engine, or each --rollout_server, generates at once."""
+    weight_transport: WeightTransport | None = None
+    """With --infer_backend vllm: transport of new weights. file: the temporary directory; ipc: within the GPU of the
+    first rank. Default: ipc if vllm has only this GPU, otherwise file."""
     vllm_engine_kwargs: dict[str, Any] | None = None
     """JSON: keyword arguments of vLLM's engine, which override swiftlite's; null removes one. Default on GPUs:
-    {"gpu_memory_utilization": 0.3}, the share of the memory of TRL."""
+    {"gpu_memory_utilization": 0.3}, the share of the memory of TRL, and {"enable_sleep_mode": true}, with which vLLM
+    frees this memory while the trainer trains, except with --async_rollouts."""
     sglang_engine_kwargs: dict[str, Any] | None = None
     """JSON: options of SGLang's engine, with underscores in their names, which override swiftlite's; null removes
     one. Default on GPUs: {"mem_fraction_static": 0.3}."""

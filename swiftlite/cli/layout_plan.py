@@ -40,6 +40,7 @@ _WORDS = {
     "pipeline": "pipeline bubble and exchange of states",
     "data_parallel": "exposed reductions of gradients and gathers of weights",
     "optimizer": "AdamW and the gradient norm",
+    "idle": "the GPU waits for the host between steps",
 }
 
 
@@ -127,17 +128,18 @@ def _splits(shown: list[Candidate]) -> list[tuple[str, ...]]:
 
 def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
     """Return the seconds of each part of a step, with a description."""
+    step = candidate.step
     numbers = {
-        "products": timing.PRODUCT_EFFICIENCY,
+        "products": step.software.products_on(gpu),
         "peak": _peak(candidate, gpu),
-        "attention": candidate.step.software.attention,
+        "attention": step.software.attention_on(gpu, step.setup.has_flash2),
         "hbm": timing.HBM_EFFICIENCY,
         "memory": gpu.hbm / 1e12,
         "link": gpu.link / GB,
         "efficiency": timing.LINK_EFFICIENCY,
     }
     lines = []
-    for name, seconds in vars(candidate.step.seconds).items():
+    for name, seconds in vars(step.seconds).items():
         if seconds:
             lines.append((name.replace("_", " "), f"{seconds:.3f} s", _WORDS[name].format(**numbers)))
     return lines

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from swiftlite.args.commands import DpoArgs, GkdArgs, GrpoArgs, SftArgs
 from swiftlite.bridge.encoding.quantization import describe_quantization
+from swiftlite.engines.index import ENGINES
 from swiftlite.families.index import image_sizes
 from swiftlite.methods.index import method_of
 from swiftlite.plan.cost import memory
@@ -148,20 +149,28 @@ def _teacher_table(
     return MemoryTable([heading, text_table(rows, indent="  ", numbers=True)], max(totals), "with the teacher", hint)
 
 
+def sleeps_in_training(args: GrpoArgs) -> bool:
+    """Return whether the engine of a run on GPUs frees its memory while the trainer trains."""
+    kwargs = args.vllm_engine_kwargs or {}
+    return ENGINES[args.infer_backend].shares_gpu(kwargs) and kwargs.get("enable_sleep_mode") is not False
+
+
 def _rollouts_table(args: GrpoArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> MemoryTable:
     """Return the memory of the GPU that trainer and engine share, and the FLOPs of completions."""
     config = reference = facts.hf_config
     if args.ref_model:
         _, reference = facts.described("ref_model")
     teacher = facts.described("teacher_model")[1] if args.teacher_model else None
-    shared = estimate_rollouts(args, setup, stages, config, reference, teacher)
-    columns = ("trainer", "reference", "teacher", "engine", "KV cache", "total")
-    sizes = _cells(shared.trainer, shared.reference, shared.teacher, shared.engine, shared.cache, shared.total)
+    sleeps = facts.machine.is_cuda and not args.async_rollouts and sleeps_in_training(args)
+    shared = estimate_rollouts(args, setup, stages, config, reference, teacher, sleeps=sleeps)
+    rows: list[tuple[str, ...]] = [("trainer", "reference", "teacher", "engine", "KV cache", "total")]
+    rows += [_cells(*sizes) for sizes in shared.phases.values()]
     drawn, trained = rollout_flops(config, setup, args.max_completion_length)
     of_row = f"{args.max_completion_length} tokens, of a row of {setup.max_length}"
     lines = [
         "GB on the GPU of the first rank, which the engine shares (megatron grpo)",
-        text_table([columns, sizes], indent="  ", numbers=True),
+        text_table(rows, indent="  ", numbers=True),
+        *["  (first line: training, while the engine sleeps; second line: drawing)"] * sleeps,
         f"  (KV cache: {args.max_batch_size} sequences of {setup.max_length} tokens)",
         f"  FLOPs for a completion of {of_row}: {drawn:.2g} to draw without drafts, {trained:.2g} to train on",
     ]

@@ -7,7 +7,7 @@ class and its dependencies are imported only when `start_engine` is called with 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import SamplingArgs, WeightTransport
@@ -124,6 +124,7 @@ class EngineConfig:
         engine_kwargs: the engine's own keyword arguments, which override all others; None removes a key.
         speculative_config: the engine's own speculative options, instead of those derived from the checkpoint.
         devices: indices of GPUs for the engine, such as those without a training process; empty: the first GPUs.
+        sleeps: whether the engine frees the memory of the GPU in `rest`, in engines with `EngineInfo.can_sleep`.
         weight_transport: transport of new weights to a running engine, if the engine supports several. "file": through
             files in the temporary directory. "nccl": from GPU to GPU. "ipc": within a GPU that both processes use.
         max_images: maximum number of images of a prompt (`prompts.ImagePrompt`), if the engine supports images. With 0,
@@ -148,6 +149,7 @@ class EngineConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     speculative_config: dict[str, Any] | None = None
     devices: tuple[int, ...] = ()
+    sleeps: bool = False
     weight_transport: WeightTransport = "file"
     max_images: int = 0
     draws_drafts: bool = False
@@ -190,6 +192,15 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class RestingEngine(Protocol):
+    """An engine with `EngineInfo.can_sleep`."""
+
+    def rest(self) -> None:
+        """Free the memory of the GPU until the next call, if `EngineConfig.sleeps`."""
+        ...
 
 
 def finish_reason(reason: str | None) -> FinishReason:

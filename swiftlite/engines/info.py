@@ -60,6 +60,8 @@ class EngineInfo:
         sampling_options: options of `SamplingArgs` that the adapter supports.
         sampling_options_without_drafts: those of them that it supports only without drafts.
         filters_log_p: whether reported log-probabilities are those after all filters, such as top-p.
+        can_sleep: whether the adapter can free its GPU memory between calls (`EngineConfig.sleeps`) and receive weights
+            from a trainer on its GPU ("ipc").
         takes_draft_schedule: whether the adapter supports `EngineConfig.draft_schedule`.
         server_takes_draft_schedule: whether the server supports --draft_schedule.
         joins_ngrams: whether the adapter and the server support drafts from the text (`ngram.py`) as well.
@@ -122,6 +124,7 @@ class EngineInfo:
     sampling_options: tuple[str, ...] = ("top_p", "top_k", "min_p", "repetition_penalty", "stop_strings")
     sampling_options_without_drafts: tuple[str, ...] = ()
     filters_log_p: bool = True
+    can_sleep: bool = False
     takes_draft_schedule: bool = False
     server_takes_draft_schedule: bool = True
     joins_ngrams: bool = False
@@ -164,6 +167,10 @@ class EngineInfo:
         if self.emulates_bfloat16 and not sees_gpu() and not has_bfloat16_instructions():
             return "float32"
         return "bfloat16"
+
+    def shares_gpu(self, kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether the adapter can sleep, and uses a single GPU with these keyword arguments of the user."""
+        return self.can_sleep and (kwargs or {}).get("tensor_parallel_size", 1) == 1
 
     def runs(self, family: str) -> bool:
         """Return whether the engine runs the trunk of a family."""

@@ -66,6 +66,11 @@ class Kernels:
     flash_impl: FlashImpl | None = None
     prefers_cudnn: bool = False
 
+    def has_flash2(self, context_parallel_size: int) -> bool:
+        """Return whether FlashAttention 2 computes attention on Hopper GPUs, where it is slow."""
+        has_cudnn = self.prefers_cudnn and context_parallel_size == 1
+        return not (has_cudnn or self.flash_impl or self.attention == "te")
+
     @property
     def described(self) -> dict[str, str]:
         """Return a description for reports."""
@@ -107,8 +112,10 @@ class Machine:
     capability: float = 0.0
 
 
-PLANNED_MACHINE = Machine(True, has_transformer_engine=True, packed_kernel="torch_varlen", flash_impls=("FA3", "FA4"))
-"""The machine that `doctor --plan` assumes."""
+PLANNED_MACHINE = Machine(
+    True, has_transformer_engine=True, packed_kernel="torch_varlen", flash_impls=("FA3", "FA4"), capability=HOPPER
+)
+"""The machine that `doctor --plan` assumes. On other GPUs than Hopper, `prefers_cudnn` changes no estimate."""
 
 
 def this_machine(is_cuda: bool, capability: float = 0.0) -> Machine:

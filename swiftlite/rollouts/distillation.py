@@ -28,7 +28,7 @@ from swiftlite.engines.engine import Engine, Sampling
 from swiftlite.families.resolved import HfModel
 from swiftlite.plan.distillation import is_on_policy, on_policy_steps, teacher_layout
 from swiftlite.rollouts.draw import draw
-from swiftlite.rollouts.engine import check_servers, drafts, sampling_of, send_weights, start_rollout_engine
+from swiftlite.rollouts.engine import check_servers, drafts, rest, sampling_of, send_weights, start_rollout_engine
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.policy_identity import NAME
 from swiftlite.rollouts.rollouts import RolloutBatches
@@ -191,6 +191,7 @@ class Distillation:
                 described = {**self.files.settings, NAME: self._policy(step)}
                 with stop.raising():
                     generation = draw(self.engine, self.sampling, prompts, step * len(prompts), described)
+                    rest(self.engine)
                 self.files.write_drawn(step, generation)
                 return generation
 

@@ -1,5 +1,6 @@
 """Start the engine that generates completions during training, or connect to servers, and send weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from swiftlite.data.dataset import Data
 from swiftlite.data.image_inputs import images_of
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.draft_schedule import read_schedule
-from swiftlite.engines.engine import Engine, EngineConfig, Sampling, filters_of, start_engine
+from swiftlite.engines.engine import Engine, EngineConfig, RestingEngine, Sampling, filters_of, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.stop_strings import stop_strings
 from swiftlite.rollouts.servers import Requirements, RolloutServers, check_responding
@@ -58,7 +59,19 @@ def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
         draft_schedule=schedule,
         engine_kwargs=engine_kwargs(args, run.mesh.device.is_cuda),
     )
-    return start_engine(args.infer_backend, config)
+    if run.mesh.device.is_cuda and ENGINES[args.infer_backend].shares_gpu(args.vllm_engine_kwargs):
+        config = replace(config, sleeps=not vars(args).get("async_rollouts"), weight_transport="ipc")
+    if args.weight_transport:
+        config = replace(config, weight_transport=args.weight_transport)
+    engine = start_engine(args.infer_backend, config)
+    rest(engine)
+    return engine
+
+
+def rest(engine: Engine) -> None:
+    """Let an engine free its memory while the trainer trains, if it shares the trainer's GPU."""
+    if isinstance(engine, RestingEngine):
+        engine.rest()
 
 
 def most_images(data: Data) -> int:

@@ -32,7 +32,7 @@ from swiftlite.data.sample import Sample
 from swiftlite.methods.reward_names import reward_names_of
 from swiftlite.rollouts.ahead import DrawingAhead
 from swiftlite.rollouts.draw import Drawing
-from swiftlite.rollouts.engine import drafts, send_weights
+from swiftlite.rollouts.engine import drafts, rest, send_weights
 from swiftlite.rollouts.frozen import FrozenPolicy
 from swiftlite.rollouts.generation import Generation
 from swiftlite.rollouts.held_out import HeldOutPrompts, evaluation_figures
@@ -162,7 +162,9 @@ class Rollouts:
             def draw() -> Generation:
                 assert self.drawing is not None
                 with stop.raising():
-                    return held_out.draw(self.drawing, step)
+                    drawn = held_out.draw(self.drawing, step)
+                    rest(self.drawing.engine)
+                return drawn
 
             generation = on_first_rank(draw)
         figures = evaluation_figures(generation)
@@ -225,8 +227,11 @@ class Rollouts:
         return None if stored is None else (stored, False)
 
     def _draw_now(self, number: int, step: int, stop: EarlyStop) -> Generation:
+        assert self.drawing is not None
         with stop.raising():
-            return self._draw(number, step, self._policy(number))
+            drawn = self._draw(number, step, self._policy(number))
+            rest(self.drawing.engine)
+        return drawn
 
     def _begin_ahead(self, number: int, stop: EarlyStop) -> None:
         """Send the weights, and begin to draw a generation, unless it is stored. Collective."""

@@ -55,6 +55,7 @@ from swiftlite.train import phases
 from swiftlite.train.bad_steps import BadSteps
 from swiftlite.train.batches.exchange import gather
 from swiftlite.train.batches.micro_batches import Batches, MicroBatches, SampleRows
+from swiftlite.train.batches.prefetch import Prefetched
 from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, reads
 from swiftlite.train.best_model import BestModel
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
@@ -442,10 +443,14 @@ def open_train_batches(run: phases.Run, state: CheckpointState) -> TrainBatches:
         streamed = open_streamed_batches(run, state.stream)
         return TrainBatches(streamed.train, streamed.state, lambda step: streamed.sources())
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
-    return TrainBatches(  # the rows depend only on the step
+    batches = TrainBatches(  # the rows depend only on the step
         partial(run.batches.train, run.rows, sampler),
         sources_of=lambda step: run.rows.sources(sampler.global_batch(step)),
     )
+    if run.mesh.device.is_cuda:  # on a CPU, the thread would compete with the step
+        prefetched = Prefetched(batches.get, run.schedule.steps)
+        batches = replace(batches, get=prefetched, release=prefetched.close)
+    return batches
 
 
 def make_held_out(run: phases.Run) -> HeldOut:

@@ -52,11 +52,13 @@ class Figures:
         sums: statistics of the objective, summed over all ranks.
         sizes: the sum of `Trainer._sizes_of` over data-parallel ranks.
         norms: norms of the gradients before they were clipped, by name as in the metrics.
+        others: further metrics of the passes.
     """
 
     sums: torch.Tensor
     sizes: Sequence[int]
     norms: Mapping[str, float]
+    others: Mapping[str, float]
 
 
 @dataclass
@@ -302,9 +304,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         self.clock.finish_step(seconds)
         num_samples, *sizes = figures.sizes
-        metrics = objective.means(figures.sums)
-        if self.model[0].config.moe_aux_loss_coeff:
-            metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
+        metrics = {**objective.means(figures.sums), **figures.others}
         metrics |= {**figures.norms, "learning_rate": self.optimizer.param_groups[0]["lr"]}
         metrics |= self._speed(sizes, counts, seconds)
         self.consumed = self.consumed.and_also(tokens=sizes[0], samples=num_samples)
@@ -322,13 +322,18 @@ class Trainer:
             A function that waits for the figures of this step, but not for the update.
         """
         waits: list[Callable[[], Figures]] = []
+        others: dict[str, torch.Tensor] = {}
+        if self.model[0].config.moe_aux_loss_coeff:
+            others["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
 
         def is_good(norms: Mapping[str, torch.Tensor]) -> bool:
-            copy = start_copy_to_host([sums, sizes, *norms.values()])
+            copy = start_copy_to_host([sums, sizes, *norms.values(), *others.values()])
 
             def wait() -> Figures:
                 sums, sizes, *values = copy()
-                return Figures(sums, list(map(int, sizes.tolist())), dict(zip(norms, map(float, values), strict=True)))
+                named = dict(zip([*norms, *others], map(float, values), strict=True))
+                parts = [{name: named[name] for name in names} for names in (norms, others)]
+                return Figures(sums, list(map(int, sizes.tolist())), *parts)
 
             waits.append(wait)
             if not self.bad_steps.sigma:  # reading the loss would wait for the GPU before the update is launched

@@ -338,8 +338,8 @@ def test_layouts_by_their_estimated_speed(model, capsys):
     assert sum(seconds) == pytest.approx(whole, abs=0.01)
     assert speeds[0] == pytest.approx(262144 / whole, rel=0.001)
     assert lines[-1].endswith(
-        "--max_length 4096 --tensor_model_parallel_size 2 --sequence_parallel true"
-        " --micro_batch_size 2 --global_batch_size 64"
+        "--max_length 4096 --pipeline_model_parallel_size 2 --num_virtual_stages_per_pipeline_rank 6"
+        " --global_batch_size 64"
     )
 
 

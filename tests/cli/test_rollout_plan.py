@@ -1,5 +1,6 @@
 """Test the output of `swiftlite doctor --plan --max_completion_length`, the plan of `megatron grpo`."""
 
+import itertools
 import json
 from typing import Any
 
@@ -44,6 +45,25 @@ def test_the_engine_is_added_to_the_trainer(capsys, model):  # noqa: F811
     code, lines = plan(capsys, model=model, gpu_memory_gb=400.0, max_batch_size=5000, **ROLLOUTS)
     assert code == 1
     assert mentions(lines[-1], "--max_batch_size --max_length")
+
+
+def test_an_engine_that_sleeps_is_counted_while_it_draws(capsys, model):  # noqa: F811
+    """Then the trainer has no activations, and the engine has no memory while the trainer trains."""
+
+    def phases(**options: Any) -> list[list[float]]:
+        _, lines = plan(capsys, model=model, gpu_memory_gb=400.0, **ROLLOUTS, **options)
+        (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
+        rows = itertools.takewhile(lambda line: not line.strip().startswith("("), lines[start + 1 :])
+        return [list(map(float, row.split())) for row in rows]
+
+    (both,) = phases()
+    training, drawing = phases(infer_backend="vllm")
+    assert training == [both[0], 0, 0, 0, 0, both[0]]
+    assert drawing[3:5] == both[3:5]
+    assert drawing[0] < training[0]
+    assert drawing[-1] == pytest.approx(drawing[0] + sum(both[3:5]), abs=0.03)
+    for options in ({"async_rollouts": 1}, {"vllm_engine_kwargs": {"enable_sleep_mode": False}}):
+        assert phases(infer_backend="vllm", **options) == [both]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_next"])

@@ -222,7 +222,6 @@ BORDER_WAITS = 1
 """Maximum number of waits of a step outside of passes. It waits for its statistics and gradient norms, but not for the
 update. Several data-parallel ranks or pipeline stages also wait for the number of targets of the global batch."""
 MORE_WAITS = {
-    "experts packed, balanced": 1,  # the load-balancing loss
     "grpo": 1,  # log-probabilities of the policy before its update
     "kto": 1,  # the divergence from the reference
     "gkd": 2,  # the teacher's states of each of 2 micro-batches, which are kept by the host

@@ -66,6 +66,7 @@ def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> d
         max_model_len=256,
         engine_kwargs=small,
         weight_transport=transport,
+        sleeps=name == "vllm",
     )
     engine: Any = start_engine(name, config)
 
@@ -78,6 +79,9 @@ def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> d
             "counts": [counts.drafts, counts.drafted, list(counts.accepted_per_position)],
             "completions": [completion.token_ids for completion in completions],
         }
+        if config.sleeps:  # the next update or request wakes it up
+            engine.rest()
+            stages[stage]["is_asleep"] = engine.is_asleep
 
     def sync(step: int, weights: LiveWeights) -> None:
         if step == STEPS:

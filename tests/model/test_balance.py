@@ -145,7 +145,7 @@ def step(directory: Path, mesh: Mesh, batches: Sequence[Batch], heads: Heads = H
             shapes=[batch.position_ids_BS.shape for batch in batches],
             forward_only=False,
         )
-    return model, family, hf_config, take_load_balancing_loss(wrapped, mesh)
+    return model, family, hf_config, float(take_load_balancing_loss(wrapped, mesh))
 
 
 def summed_gradient(parameter: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra, collate_packed
 from swiftlite.data.packing.sampler import Sampler
@@ -21,6 +23,7 @@ from swiftlite.plan.cost.flops import Flops
 from swiftlite.plan.run import make_plan
 from swiftlite.runtime.device import Device
 from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.batches.prefetch import Prefetched
 
 FLOPS = Flops(linear=1.0, square=0.01, targets=(0.0,))
 PACKINGS: dict[str, dict[str, Any]] = {
@@ -192,3 +195,49 @@ def test_each_mismatched_answer_is_scored_once_in_a_row_that_holds_it(packing):
         for batch in (*one.companions, *other.companions):
             assert (batch.labels_KBS[1:] == -100).all()  # heads compute no loss
             assert batch.tokens_KBS.size(2) <= 16 * (2 if packing == "padding_free" else 1)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_prefetched_batches_are_those_of_their_step(packing):
+    """Also if the run starts after some steps, as a resumed one, or repeats a step."""
+    (batches,) = ranks(1, **PACKINGS[packing])
+    rows = batches.rows(make_samples(24))
+    sampler = Sampler(len(rows), 8, seed=0)
+    prefetched = Prefetched(lambda step: batches.train(rows, sampler, step), 5)
+    for step in (2, 3, 4, 0, 1, 1):
+        ours, theirs = prefetched(step), batches.train(rows, sampler, step)
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.tokens_KBS, other.tokens_KBS)
+            assert torch.equal(one.labels_KBS, other.labels_KBS)
+    prefetched.close()
+
+
+def test_the_next_step_is_collated_before_it_is_asked_for():
+    started, computed = threading.Event(), []
+
+    def get(step: int) -> list[Batch]:
+        computed.append((step, threading.current_thread() is threading.main_thread()))
+        if step == 1:
+            started.set()
+        return []
+
+    prefetched = Prefetched(get, 2)
+    prefetched(0)
+    assert started.wait(60)
+    prefetched(1)
+    prefetched.close()
+    assert computed == [(0, False), (1, False)]  # each step once, and none after the last one
+
+
+def test_an_error_is_raised_in_its_step():
+    def get(step: int) -> list[Batch]:
+        if step == 1:
+            raise UserError("rows.jsonl:7: too long", "remove it")
+        return []
+
+    prefetched = Prefetched(get, 3)
+    assert prefetched(0) == []
+    with pytest.raises(UserError, match=r"rows\.jsonl:7"):
+        prefetched(1)
+    assert prefetched(2) == []
+    prefetched.close()

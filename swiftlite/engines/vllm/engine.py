@@ -46,6 +46,9 @@ from swiftlite.engines.vllm.options import (
 class VllmEngine:
     """The `Engine` that runs vLLM.
 
+    Attributes:
+        is_asleep: whether the engine has freed its memory (`rest`), until it is called again.
+
     Raises:
         UserError: vLLM rejects the options or cannot start, or it would not draft with the checkpoint's heads.
     """
@@ -86,6 +89,8 @@ class VllmEngine:
         self._transport = make_transport(config.weight_transport, client, num_workers)
         channel = VllmChannel(client, self._transport)
         layout = unsupported_layout(parallel.pipeline_parallel_size, parallel.enable_expert_parallel)
+        self._sleeps = config.sleeps and options.get("enable_sleep_mode") is not False
+        self.is_asleep = False
         self._weights = WeightUpdate("vLLM", channel, config.model, method == "mtp", layout)
 
     def generate(
@@ -100,6 +105,7 @@ class VllmEngine:
         from vllm import SamplingParams
 
         self._weights.check_whole()
+        self._wake_up()
         check_prompts(prompts, self._max_length)
         parameters = [
             SamplingParams(
@@ -162,8 +168,25 @@ class VllmEngine:
         if draft is not None:
             check_heads_can_be_updated(self._model)
         self._weights.check_layout()
+        self._wake_up()
         self._transport.connect()
         self._weights.run(target, draft)
+
+    def rest(self) -> None:
+        """Move the weights to the host, and discard the KV cache, until the next call, if `EngineConfig.sleeps`.
+
+        vLLM could also discard the weights (level 2), but would then have to prepare new ones for its kernels again.
+        """
+        if self._sleeps and not self.is_asleep:
+            self._llm.sleep(level=1)  # on a CPU, vLLM only clears the prefix cache
+            self.is_asleep = True
+
+    def _wake_up(self) -> None:
+        if self.is_asleep:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # of this process, whose activations used the memory in the meantime
+            self._llm.wake_up()
+            self.is_asleep = False
 
     def draft_counts(self) -> DraftCounts:
         """Return the engine's counts of steps, drafted and accepted tokens since its start."""
@@ -250,6 +273,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "generation_config": "vllm",  # ignore the sampling settings in the model's directory
         "logprobs_mode": "processed_logprobs",  # after the temperature; only requests with `logprobs` are affected
         "disable_log_stats": False,  # the statistics include draft counts
+        "enable_sleep_mode": (config.sleeps and not is_on_cpu()) or None,
         "enforce_eager": is_on_cpu(),  # compilation takes minutes and saves little on a CPU
         **attention,
         **loading_options(config.model, config.engine_kwargs),

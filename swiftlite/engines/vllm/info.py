@@ -55,6 +55,7 @@ VLLM = EngineInfo(
     serves_adapters=True,
     draws_rollouts=True,
     sampling_options_without_drafts=("min_p",),
+    can_sleep=True,
     takes_draft_schedule=True,
     joins_ngrams=True,
     emulates_bfloat16=True,

@@ -144,7 +144,11 @@ class Adapter(nn.Module):
         Args:
             input: input of the layer, [S, B, in].
         """
-        a, b = torch.cat(self.parts(A)), self._in_order(torch.block_diag(*self.parts(B)))
+        a_parts, b_parts = self.parts(A), self.parts(B)
+        a, b = a_parts[0], b_parts[0]
+        if len(a_parts) > 1:  # one product for queries, keys and values
+            a, b = torch.cat(a_parts), torch.block_diag(*b_parts)
+        b = self._in_order(b)
         if self.caller_sums and self.is_column:
             a = _summed(a, self.group)
         elif self.caller_sums:

@@ -212,9 +212,9 @@ class MoELayer(McoreMoELayer):
         return compute(hidden_states), None
 
 
-def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> float:
-    """Return the load-balancing loss since the last call, averaged over routers and without its coefficient.
-    Collective.
+def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> torch.Tensor:
+    """Return the load-balancing loss since the last call, averaged over routers and without its coefficient, a float64
+    scalar on the device. Collective.
 
     The loss is 1 if the load is balanced.
     """
@@ -225,8 +225,6 @@ def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> fl
                 values += torch.stack([module.mean_loss.double(), torch.ones_like(module.mean_loss).double()])
                 module.mean_loss = None
     dist.all_reduce(values)
-    total, num_routers = values.tolist()
+    total, num_routers = values
     num_replicas = dist.get_world_size() // mesh.pp.size()  # of each router; each replica has a part of the tokens
-    if not num_routers:
-        return 0.0
-    return total * num_replicas / num_routers
+    return total * num_replicas / num_routers.clamp(min=1)

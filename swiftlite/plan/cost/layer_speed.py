@@ -16,12 +16,6 @@ from swiftlite.plan.cost.software import Software
 from swiftlite.plan.cost.timing import collective_seconds, exchange_seconds, memory_seconds
 from swiftlite.plan.low_precision import LowPrecision
 
-_BYTES_MOVED = 4.5
-"""Bytes that elementwise kernels move in the forward and the backward pass, per byte of activations that autograd
-stores of a layer. A layer of Qwen3 8B moves 3.6 bytes, counted as in `tests/model/test_kernels.py`. The value 4.5 fits
-Megatron's published figures better than 3.
-"""
-
 
 @dataclass(frozen=True)
 class Seconds:
@@ -39,6 +33,7 @@ class Seconds:
     pipeline: float = 0
     data_parallel: float = 0
     optimizer: float = 0
+    idle: float = 0
 
     @property
     def total(self) -> float:
@@ -75,7 +70,7 @@ class LayerSpeed:
         """Return the time of an MTP layer, forward and backward: a projection and a decoder layer."""
         block, hidden, low = self.architecture.mtp_block, self.architecture.outside.hidden, self.setup.low_precision
         learns = self.setup.lora is None or self.setup.lora.heads == "full"
-        projection = Product(self.rank.tokens, hidden // self.rank.tp, 2 * hidden)
+        projection = Product(self.rank.tokens, hidden // self.rank.tp, 2 * hidden, software=self.software)
         if low:
             projection = in_low_precision(projection, low, self.rank, is_split_by_columns=False)
         products = self._products(block, low)
@@ -118,19 +113,19 @@ class LayerSpeed:
         )
 
     def _products(self, layer: Layer, low: LowPrecision | None) -> list[Product]:
-        return list(products_of(layer, self.rank, self.has_grouped_experts, self.software.stack_bytes, low))
+        return list(products_of(layer, self.rank, self.has_grouped_experts, self.software, low))
 
     def _attention(self, layer: Layer) -> float:
         """Return the seconds of core attention in the forward pass."""
         pairs = self.setup.micro_batch_size * num_pairs(self.setup.max_length, layer.attention.window)
         flops = 2 * layer.attention.macs_per_pair() * pairs / (self.rank.tp * self.rank.cp)
-        return flops / (self.gpu.peak_flops * self.software.attention)
+        return flops / (self.gpu.peak_flops * self.software.attention_on(self.gpu, self.setup.has_flash2))
 
     def _elementwise(self, layer: Layer) -> float:
         """Return the seconds of operations other than matrix products, forward and backward, from the bytes that they
         move.
         """
-        return memory_seconds(self.gpu, _BYTES_MOVED * layer.activation_bytes(self.rank))
+        return memory_seconds(self.gpu, self.software.layer_bytes * layer.activation_bytes(self.rank))
 
     def _tensor_collective(self, low: LowPrecision | None = None) -> float:
         """Return the seconds of a gather or reduce-scatter of a layer's states over tensor-parallel ranks."""
@@ -179,7 +174,8 @@ class LayerSpeed:
             if product.module in modules:
                 seconds += product.forward(self.gpu) + memory_seconds(self.gpu, product.quantizing()[0])
         if modules & set(layer.mlp.recompute_modules):
-            seconds += memory_seconds(self.gpu, _BYTES_MOVED * layer.mlp.activation_bytes(self.rank)) / 3
+            num_bytes = self.software.layer_bytes * layer.mlp.activation_bytes(self.rank)
+            seconds += memory_seconds(self.gpu, num_bytes) / 3
             seconds += forward.tensor_parallel / 2 + forward.expert_parallel
         return seconds
 

@@ -71,9 +71,13 @@ class StageMemory:
     """Bytes of the logits that the losses of trunk and heads store, plus the largest temporary copy."""
 
     @property
+    def state(self) -> int:
+        """Bytes that stay between steps."""
+        return self.weights + self.quantized + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
-        state = self.weights + self.quantized + self.gradients + self.optimizer
-        return state + max(self.activations + self.recomputed + self.logits, self.float32_gradients)
+        return self.state + max(self.activations + self.recomputed + self.logits, self.float32_gradients)
 
 
 def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:

@@ -8,6 +8,7 @@ from swiftlite.families.layer import Layer
 from swiftlite.families.rank import Rank
 from swiftlite.plan.cost.adapters import is_split_by_columns
 from swiftlite.plan.cost.gpus import Gpu
+from swiftlite.plan.cost.software import LOCAL, Software
 from swiftlite.plan.cost.timing import memory_seconds, product_seconds
 from swiftlite.plan.low_precision import LowPrecision, takes_low_precision
 
@@ -20,7 +21,6 @@ class Product:
         module: the value of --recompute_modules that recomputes the product; empty if no value does.
         number: number of identical products.
         is_grouped: whether one kernel computes all `number` products.
-        stack_bytes: bytes moved per weight to stack the weights of experts (`Software.stack_bytes`), if `is_grouped`.
         is_expert: whether the matrices belong to an expert.
         low: low precision of the product; None for bfloat16.
         tokens_in, tokens_out: number of tokens whose states and gradients are quantized on this rank. It is smaller
@@ -33,11 +33,11 @@ class Product:
     module: str = ""
     number: int = 1
     is_grouped: bool = False
-    stack_bytes: float = 0
     is_expert: bool = False
     low: LowPrecision | None = None
     tokens_in: float = 0
     tokens_out: float = 0
+    software: Software = LOCAL
 
     @property
     def weights(self) -> int:
@@ -73,22 +73,22 @@ class Product:
     def _stacking(self, gpu: Gpu) -> float:
         if not self.is_grouped:
             return 0
-        return memory_seconds(gpu, self.stack_bytes * self.weights)
+        return memory_seconds(gpu, self.software.stack_bytes * self.weights)
 
     def _seconds(self, gpu: Gpu, rows: float, columns: int, inner: float) -> float:
         faster, itemsize = 1.0, 2.0
         if self.low:
             faster, itemsize = self.low.speedup, self.low.quantized.copy
-        if not self.is_grouped:
-            return self.number * product_seconds(gpu, rows, columns, inner, faster=faster, itemsize=itemsize)
-        return product_seconds(gpu, rows, columns, inner, self.number, faster, itemsize)
+        number, times = (self.number, 1) if self.is_grouped else (1, self.number)
+        efficiency = self.software.products_on(gpu)
+        return times * product_seconds(gpu, rows, columns, inner, number, faster, itemsize, efficiency)
 
 
 def products_of(
     layer: Layer,
     rank: Rank,
     has_grouped_experts: bool = False,
-    stack_bytes: float = 0,
+    software: Software = LOCAL,
     low: LowPrecision | None = None,
 ) -> Iterator[Product]:
     """Yield the matrix products of a decoder layer on a rank. Every expert has the same number of tokens.
@@ -112,7 +112,7 @@ def products_of(
             size_out //= ranks
         is_expert, is_grouped = ".local_experts." in name, has_grouped_experts and number > 1
         module = _recompute_module(layer, name)
-        product = Product(tokens, size_out, size_in, module, number, is_grouped, stack_bytes, is_expert)
+        product = Product(tokens, size_out, size_in, module, number, is_grouped, is_expert, software=software)
         if low and takes_low_precision(name) and (not is_expert or (has_grouped_experts and not low.is_local)):
             product = in_low_precision(product, low, rank, is_split_by_columns(name))
         yield product

@@ -1,8 +1,8 @@
 """Estimate the memory of `megatron grpo` on the GPU of the first rank, which the engine shares with the trainer
 (`doctor --plan --max_completion_length`), and the FLOPs of drawing. This module does not import torch.
 
-The engine holds the whole model and a KV cache, also while the model is trained. The activations of the engine, its
-CUDA graphs and the fixed-size states of linear attention are not counted.
+The engine holds the whole model and a KV cache, also while the model is trained, unless it sleeps then. The activations
+of the engine, its CUDA graphs and the fixed-size states of linear attention are not counted.
 """
 
 import dataclasses
@@ -26,21 +26,37 @@ class RolloutMemory:
 
     Attributes:
         trainer: peak of the trainer in a step, on the first pipeline stage.
+        state: the part of `trainer` that stays between steps.
         reference, teacher: weights of these models; 0 without them, and if the trained model without adapters is the
             reference.
         engine: weights of trunk and heads in the engine.
         cache: keys and values of `--max_batch_size` sequences of `--max_length` tokens.
+        sleeps: whether the engine frees its memory while the trainer trains.
     """
 
     trainer: int
+    state: int
     reference: int
     teacher: int
     engine: int
     cache: int
+    sleeps: bool = False
+
+    @property
+    def phases(self) -> dict[str, tuple[int, ...]]:
+        """The bytes of trainer, reference, teacher, engine, KV cache and their sum, by phase of the run."""
+        phases = {"both": (self.trainer, self.engine, self.cache)}
+        if self.sleeps:
+            phases = {"training": (self.trainer, 0, 0), "drawing": (self.state, self.engine, self.cache)}
+        found = {}
+        for name, (trainer, *of_engine) in phases.items():
+            sizes = (trainer, self.reference, self.teacher, *of_engine)
+            found[name] = (*sizes, sum(sizes))
+        return found
 
     @property
     def total(self) -> int:
-        return self.trainer + self.reference + self.teacher + self.engine + self.cache
+        return max(sizes[-1] for sizes in self.phases.values())
 
 
 def estimate_rollouts(
@@ -50,6 +66,8 @@ def estimate_rollouts(
     hf_config: HfConfig,
     reference_config: HfConfig,
     teacher_config: HfConfig | None = None,
+    *,
+    sleeps: bool = False,
 ) -> RolloutMemory:
     """Return the memory of the GPU that trainer and engine share.
 
@@ -57,13 +75,15 @@ def estimate_rollouts(
         setup, stages: setup and stages of the trained model.
         reference_config: config.json of the reference model.
         teacher_config: config.json of the teacher; None without one.
+        sleeps: whether the engine sleeps while the trainer trains.
     """
     has_reference = args.beta and not is_base_of_adapters(args, setup.lora)
     reference = frozen_weights(setup, reference_layout(args), reference_config)[0] if has_reference else 0
     teacher = teacher_weights(args, setup, teacher_config)[0] if teacher_config else 0
     whole = dataclasses.replace(setup, layout=ParallelLayout(), num_gpus=1, lora=None, low_precision=None)
     engine = estimate(hf_config, whole)[0].weights
-    return RolloutMemory(stages[0].total, reference, teacher, engine, _cache_bytes(args, setup, hf_config))
+    cache = _cache_bytes(args, setup, hf_config)
+    return RolloutMemory(stages[0].total, stages[0].state, reference, teacher, engine, cache, sleeps)
 
 
 def _cache_bytes(args: GrpoArgs, setup: Setup, hf_config: HfConfig) -> int:

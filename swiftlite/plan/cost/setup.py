@@ -64,6 +64,8 @@ class Setup:
     is_fused: bool = False
     """Whether kernels of norms, activations and losses are fused (`plan.kernels.Kernels.is_fused`)."""
     lora: Lora | None = None
+    has_flash2: bool = False
+    """Whether FlashAttention 2 computes attention on Hopper GPUs, where other kernels are faster."""
     transformer_impl: TransformerImpl = "local"
     low_precision: LowPrecision | None = None
     """Low precision of linear layers and experts; None for bfloat16 or float32."""
@@ -102,6 +104,7 @@ class Setup:
             mtp_mode=args.mtp_mode,
             is_fused=kernels.is_fused,
             lora=plan.lora,
+            has_flash2=kernels.has_flash2(plan.layout.context_parallel_size),
             transformer_impl=kernels.transformer_impl,
             low_precision=kernels.low_precision,
             images=images,

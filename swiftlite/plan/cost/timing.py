@@ -1,8 +1,8 @@
 """Estimate the seconds of a matrix product, a pass over memory, and a collective on a GPU.
 
-This module does not import torch. Each effect has one constant. The constants were fitted (see
-`tests/plan/test_speed.py`), counted from the kernels, or assumed; none was measured. `layer_speed.py` computes the
-times of layers from these functions.
+This module does not import torch. Each effect has one constant, which was measured on an H200, fitted (see
+`tests/plan/test_speed.py`), counted from the kernels, or assumed. `layer_speed.py` computes the times of layers from
+these functions.
 """
 
 import math
@@ -14,11 +14,12 @@ _TILE = (128, 256)
 """Rows and columns of the tile (block of a matrix product) that a processor computes at a time. The value is assumed;
 it is typical for Hopper."""
 PRODUCT_EFFICIENCY = 0.62
-"""Share of the GPU's peak that is reached inside a tile, because clocks drop under load. The value was fitted."""
+"""Share of the GPU's peak that is reached inside a tile, because clocks drop under load. The value was fitted, and is
+used where none was measured, see `Software.products`."""
 _INNER_START = 400
 """Time to start and end a tile, in steps along the inner dimension. The value was fitted."""
 HBM_EFFICIENCY = 0.85
-"""Share of the memory bandwidth that a pass over a large tensor reaches. The value is assumed."""
+"""Share of the memory bandwidth that a pass over a large tensor reaches. Measured for a copy."""
 LINK_EFFICIENCY = 0.8
 """Share of the bandwidth of NVLink and the network that NCCL reaches for large messages. The value is assumed."""
 STARTS, _STARTS_BETWEEN_MACHINES = 15e-6, 40e-6
@@ -33,6 +34,7 @@ def product_seconds(
     number: int = 1,
     faster: float = 1,
     itemsize: float = _BFLOAT16,
+    efficiency: float = PRODUCT_EFFICIENCY,
 ) -> float:
     """Return the seconds of matrix products [rows, inner] x [inner, columns] in one kernel.
 
@@ -41,12 +43,13 @@ def product_seconds(
     Args:
         faster: speed along the inner dimension relative to bfloat16. The time to start and end a tile does not change.
         itemsize: bytes per element of both factors; the result has 16 bits.
+        efficiency: share of the peak that is reached inside a tile.
     """
     tiles = number * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     waves = math.ceil(tiles / gpu.processors)
     flops = 2 * waves * gpu.processors * math.prod(_TILE) * (inner / faster + _INNER_START)
     moved = number * (itemsize * (rows * inner + inner * columns) + _BFLOAT16 * rows * columns)
-    return max(flops / (gpu.peak_flops * PRODUCT_EFFICIENCY), memory_seconds(gpu, moved))
+    return max(flops / (gpu.peak_flops * efficiency), memory_seconds(gpu, moved))
 
 
 def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
