@@ -36,7 +36,7 @@ from swiftlite.model.context_parallel import causal_segments, shared_row
 
 @dataclass(frozen=True)
 class Context:
-    """What the queries of a block see besides each other, in one layer.
+    """Hold what the queries of a block see in one layer, in addition to each other.
 
     megatron-core's layers pass this object to attention in the argument for a mask.
 
