@@ -122,6 +122,7 @@ def test_a_draft_vocabulary(vllm_host, tmp_path, mesh):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @needs_vllm
 def test_doctor_loads_trunk_and_folder_without_plugins(drafted, vllm_host, tmp_path, mesh):
     model, _ = drafted("llama", "3.1")
