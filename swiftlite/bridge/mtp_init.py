@@ -4,7 +4,8 @@ An MTP layer computes `final_layernorm(block(eh_proj([enorm(embedding), hnorm(hi
 trunk's state after its final norm. With copy_last_layer, the block is initialized with the weights of the trunk's last
 decoder layer with the same attention and MLP (or of two layers, one for each), and final_layernorm with the weights of
 the trunk's final norm. A head's own output layer is that of the trunk. Parameters without a counterpart in the trunk
-are initialized by `_pass_through`.
+are initialized by `_pass_through`. Another drafter starts with copies if it names their sources (`Drafter.sources`), a
+projection of features that returns the last one, and random values elsewhere.
 
 Initial values do not depend on the tensor-parallel size.
 """
@@ -13,6 +14,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -23,35 +25,27 @@ Fill = Callable[[Shard], None]
 
 
 def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
-    """Return the bridge rows that fill blocks and output norms of `depth` heads from HF tensors of the trunk."""
-    trunk = family.rows(hf_config, 0)
-    attention, mlp = (f"decoder.layers.{number}." for number in family.mtp_sources(hf_config))
+    """Return the bridge rows that fill parameters of `depth` heads from HF tensors of the trunk."""
+    trunk = {row.mcore: row for row in family.rows(hf_config, 0)}
     rows = []
     for head in range(depth):
-        names = {row.mcore for row in family.head_rows(hf_config, head)}
-        for row in trunk:
-            if row.mcore.startswith(mlp) and _is_of_mlp(row.mcore.removeprefix(mlp)):
-                name = f"transformer_layer.{row.mcore.removeprefix(mlp)}"
-            elif row.mcore.startswith(attention) and not _is_of_mlp(row.mcore.removeprefix(attention)):
-                name = f"transformer_layer.{row.mcore.removeprefix(attention)}"
-            elif row.mcore == "decoder.final_layernorm.weight":
-                name = "final_layernorm.weight"
-            elif row.mcore == "output_layer.weight":  # of heads that have their own output layers
-                name = row.mcore
-            else:
-                continue
-            if (whole_name := f"mtp.layers.{head}.{name}") in names:
-                rows.append(replace(row, mcore=whole_name))
+        sources = family.head_sources(hf_config, head)
+        for row in family.head_rows(hf_config, head):
+            source = trunk.get(sources.get(row.mcore, ""))
+            if source is not None and _size(source) == _size(row):
+                rows.append(replace(source, mcore=row.mcore))
     return rows
 
 
-def _is_of_mlp(name: str) -> bool:
-    """Return whether a parameter of a decoder layer belongs to its MLP or to a norm of the MLP's input or output."""
-    return name.startswith(("mlp.", "pre_mlp_layernorm.", "post_mlp_layernorm."))
+def _size(row: Row) -> int:
+    """Return the number of elements; another drafter can have other sizes than the trunk."""
+    return sum(map(prod, row.hf.values()))
 
 
 def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:
-    """Return functions that fill the head parameters that `copied_rows` does not cover, by Megatron name."""
+    """Return functions that fill head parameters that `copied_rows` does not cover, by Megatron name. Not every drafter
+    has all of them.
+    """
 
     def start(shard: Shard) -> None:
         shard.tensor.fill_(norm_start)
@@ -61,6 +55,7 @@ def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:
         fills[f"mtp.layers.{head}.enorm.weight"] = start
         fills[f"mtp.layers.{head}.hnorm.weight"] = start
         fills[f"mtp.layers.{head}.eh_proj.weight"] = _pass_through
+        fills[f"mtp.layers.{head}.fc.weight"] = _last_feature
     return fills
 
 
@@ -103,3 +98,13 @@ def _pass_through(shard: Shard) -> None:
     shard.tensor.zero_()
     shard.tensor[local_rows, rows] = 1.0
     shard.tensor[local_rows, num_columns // 2 + rows] = 0.2
+
+
+def _last_feature(shard: Shard) -> None:
+    """Set the projection of features to [0, ..., 0, I]: it returns the last feature, the input of a late layer.
+
+    Keys and values that a copy of a late layer computes from it are then close to those of the trunk.
+    """
+    num_rows, num_columns = shard.tensor.shape
+    shard.tensor.zero_()
+    shard.tensor[torch.arange(num_rows), torch.arange(num_columns - num_rows, num_columns)] = 1.0

@@ -103,9 +103,9 @@ class RowTable(Protocol):
         """Initial weight of norms."""
         ...
 
-    def mtp_sources(self, hf_config: HfConfig, /) -> tuple[int, int]:
-        """Return the numbers (from 0) of the trunk's decoder layers with the attention and with the MLP of an MTP
-        head.
+    def head_sources(self, hf_config: HfConfig, head: int, /) -> dict[str, str]:
+        """Return Megatron parameters of an MTP head, or of a layer of another drafter, that can start as copies, each
+        with the trunk's parameter.
         """
         ...
 

@@ -267,8 +267,13 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
         return _Sources([row for row in trunk if row not in new], drawn=new, dropped=dropped)
     if mtp_init in ("copy_last_layer", "fit_last_layer"):
         borrowed = fresh_heads.copied_rows(family, hf_config, depth)
+        others = {row.mcore: row for row in _head_rows(family, hf_config, depth)}
+        for row in borrowed:
+            del others[row.mcore]
         fills = fresh_heads.pass_through(depth, family.norm_start)
-        return _Sources(trunk, borrowed=borrowed, fills=fills, dropped=dropped)
+        fills = {name: fill for name, fill in fills.items() if name in others}
+        drawn = [row for name, row in others.items() if name not in fills]
+        return _Sources(trunk, borrowed=borrowed, drawn=drawn, fills=fills, dropped=dropped)
     heads = _head_rows(family, hf_config, depth)
     if mtp_init == "graft":
         return _Sources(trunk, grafted=[row.mcore for row in heads], dropped=dropped)

@@ -80,8 +80,8 @@ def why_not(family: "Family", hf_config: HfConfig) -> str:
     outside = family.outside(hf_config)
     if outside.embedding_multiplier != 1 or outside.logits_divisor != 1:  # engines share both layers without them
         return "its embeddings or logits have a factor"
-    if hf_config["num_hidden_layers"] < 2:
-        return "its trunk has a single layer"
+    if hf_config["num_hidden_layers"] < max(2, num_decoder_layers(hf_config)):
+        return "its trunk has fewer layers"
     return eagle3.why_not(family, hf_config)
 
 
@@ -118,6 +118,21 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
     return lift(rows, f"mtp.layers.{layer}.", "")
 
 
+def _sources(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str]:
+    """Return the parameters of the trunk's last decoder layers, except for norms of keys."""
+    num_layers, prefix = num_decoder_layers(hf_config), f"mtp.layers.{layer}."
+    first = hf_config["num_hidden_layers"] - num_layers
+    sources = {
+        f"{prefix}final_layernorm.weight": "decoder.final_layernorm.weight",
+        f"{prefix}hidden_norm.weight": f"decoder.layers.{first + num_layers - 1}.input_layernorm.weight",
+    }
+    for number in range(num_layers):
+        for row in layer_of(family.architecture(hf_config), hf_config).rows():
+            if not row.mcore.endswith("k_layernorm.weight"):
+                sources[f"{prefix}decoder_layer_{number}.{row.mcore}"] = f"decoder.layers.{first + number}.{row.mcore}"
+    return sources
+
+
 def _problems(hf_config: HfConfig) -> list[str]:
     declared, problems = hf_config[DRAFTER_KEY], []
     features, layers, mask = (declared.get(key) for key in (FEATURES_KEY, LAYERS_KEY, MASK_KEY))
@@ -138,6 +153,7 @@ def _problems(hf_config: HfConfig) -> list[str]:
 DFLASH = Drafter(
     rows=_rows,
     layer_of=lambda family, hf_config, hf_key: 0 if hf_key.startswith(_PREFIXES) else None,
+    sources=_sources,
     drafting=lambda family, hf_config: Drafting(),
     problems=_problems,
     why_not=why_not,

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def no_copies(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str]:
-    """Return an empty mapping, for drafters whose layers contain no copies of the trunk's tensors."""
+    """Return an empty mapping, for drafters whose layers contain no copies of the trunk's tensors, or start without
+    copies.
+    """
     return {}
 
 
@@ -43,6 +45,8 @@ class Drafter:
         rows: returns the bridge rows of layer k. Megatron names start with `mtp.layers.{k}.`.
         layer_of: returns the number of the layer that an HF key belongs to; None for keys of the trunk.
         copies: returns the HF keys of layer k that copy a tensor of the trunk, each with the trunk's key.
+        sources: returns Megatron parameters of layer k that start as copies (`--mtp_init copy_last_layer`), each with
+            the trunk's parameter. Without any, a new drafter starts from random values.
         config: returns further keys of config.json for a number of layers.
         drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None.
         problems: returns a problem (one line) for every invalid setting of the kind.
@@ -55,6 +59,7 @@ class Drafter:
     rows: Callable[["Family", HfConfig, int], list[Row]]
     layer_of: Callable[["Family", HfConfig, str], int | None]
     copies: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
+    sources: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
     config: Callable[["Family", HfConfig, int], dict[str, Any]] = no_config
     drafting: Callable[["Family", HfConfig], Drafting] = state_after_norm
     problems: Callable[[HfConfig], list[str]] = lambda hf_config: []

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 100
 """Maximum number of layers, as for MTP heads."""
+_OF_MLP = ("mlp.", "pre_mlp_layernorm.", "post_mlp_layernorm.")
+"""Prefixes of the parameters of a decoder layer that belong to its MLP, or to a norm of the MLP's input or output."""
 
 
 def _rows_of_head(family: "Family", hf_config: HfConfig, head: int) -> list[Row]:
@@ -24,9 +26,23 @@ def _rows_of_head(family: "Family", hf_config: HfConfig, head: int) -> list[Row]
     return family.mtp.frame_rows(hf_config, head) + block
 
 
+def _sources_of_head(family: "Family", hf_config: HfConfig, head: int) -> dict[str, str]:
+    """Return the parameters of the trunk's last decoder layer with the same attention and MLP, or of two layers, one
+    for each, and of what follows the last layer."""
+    attention, mlp = family.architecture(hf_config).mtp_sources
+    prefix = f"mtp.layers.{head}."
+    sources = {f"{prefix}final_layernorm.weight": "decoder.final_layernorm.weight"}
+    sources[f"{prefix}output_layer.weight"] = "output_layer.weight"  # of heads that have their own output layers
+    for row in family.block_rows(hf_config):
+        layer = mlp if row.mcore.startswith(_OF_MLP) else attention
+        sources[f"{prefix}transformer_layer.{row.mcore}"] = f"decoder.layers.{layer}.{row.mcore}"
+    return sources
+
+
 DRAFTERS: dict[str, Drafter] = {
     MTP: Drafter(
         rows=_rows_of_head,
+        sources=_sources_of_head,
         layer_of=lambda family, hf_config, hf_key: family.mtp.head_of(hf_config, hf_key),
         copies=lambda family, hf_config, head: family.mtp.copies(hf_config, head),
         config=lambda family, hf_config, layers: family.mtp.config(hf_config, layers),

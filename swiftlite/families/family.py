@@ -125,11 +125,11 @@ class Family:
         """Return the bridge rows of everything except MTP heads."""
         return self.architecture(hf_config).rows()
 
-    def mtp_sources(self, hf_config: HfConfig) -> tuple[int, int]:
-        """Return the numbers (from 0) of the trunk's decoder layers with the attention and with the MLP of an MTP
-        head.
+    def head_sources(self, hf_config: HfConfig, head: int) -> dict[str, str]:
+        """Return Megatron parameters of an MTP head, or of a layer of another drafter, that can start as copies, each
+        with the trunk's parameter.
         """
-        return self.architecture(hf_config).mtp_sources
+        return self.drafter(hf_config).sources(self, hf_config, head)
 
     def block_rows(self, hf_config: HfConfig) -> list[Row]:
         """Return the bridge rows of the decoder layer in an MTP head, with names relative to the layer."""

@@ -68,5 +68,6 @@ def test_a_draft_vocabulary(vllm_host, tmp_path, mesh):
     _, counts = reference.simulate(prompts, NEW_TOKENS, 3)
     found = Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position)
     assert found == counts == counts_of_transformers(directory, prompts, 3)
+    assert vllm_host.call(partial(report_of, directory)).problems == []
     reference.draft_vocab = []
     assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts

@@ -167,6 +167,11 @@ DRAFTER = {"drafter": "eagle3.1", "mtp_mode": "heads_only"}
         ),
         ({"tuner_type": "lora", "mtp_tuner": "lora"}, "--drafter eagle3.1 --tuner_type lora", "--tuner_type"),
         ({"mtp_init": "fit_last_layer"}, "--mtp_init fit_last_layer --drafter eagle3.1", "--mtp_init random"),
+        (
+            {"mtp_init": "fit_last_layer", "drafter": "dflash"},
+            "--mtp_init fit_last_layer --drafter dflash",
+            "--mtp_init copy_last_layer",
+        ),
         ({"draft_for": "vllm"}, "--draft_for vllm --drafter eagle3.1", ""),
         (
             {"mtp_init": "graft", "mtp_graft_from": "mtp2", "mtp_num_layers": 2},

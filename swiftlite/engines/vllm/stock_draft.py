@@ -124,14 +124,12 @@ def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, 
 
 
 def _tensors_of_vocab(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, torch.Tensor]:
-    """Return the output layer of a drafter with a draft vocabulary: rows of that of the trunk, for each row the
-    difference between the token and the row's number (d2t), and for each token whether it has a row (t2d)."""
+    """Return the output layer of a drafter with a draft vocabulary: rows of that of the trunk, and for each row the
+    difference between the token and the row's number (d2t)."""
     tokens = torch.tensor(Heads.from_config(hf_config).draft_vocab, dtype=torch.int64)
     if not len(tokens):
         return {}
     outside = family.outside(hf_config)
-    is_drafted = torch.zeros(outside.vocab, dtype=torch.bool)
-    is_drafted[tokens] = True
     with Checkpoint(directory) as checkpoint:
         output = checkpoint.read(outside.hf_embedding if outside.is_tied else outside.hf_output_layer)
-    return {"lm_head.weight": output[tokens], "d2t": tokens - torch.arange(len(tokens)), "t2d": is_drafted}
+    return {"lm_head.weight": output[tokens], "d2t": tokens - torch.arange(len(tokens))}
