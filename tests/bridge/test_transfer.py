@@ -444,7 +444,8 @@ def test_copy_last_layer(tmp_path, mesh, family):
     assert set(report.initialized) | set(report.loaded) == set(parameters)
     assert set(report.initialized.values()) == {"copy_last_layer"}
     last = {}
-    for number, is_mlp in zip(families.FAMILIES[family].mtp_sources(read_config(source)), (False, True), strict=True):
+    sources = families.FAMILIES[family].architecture(read_config(source)).mtp_sources
+    for number, is_mlp in zip(sources, (False, True), strict=True):
         prefix = f"decoder.layers.{number}."
         names = {name: name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
         last |= {inner: parameters[name] for name, inner in names.items() if ("mlp" in inner) == is_mlp}
