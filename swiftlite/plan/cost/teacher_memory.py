@@ -1,4 +1,4 @@
-"""Estimate the memory of frozen models beside the trained one: the teacher of `megatron gkd` or `megatron grpo`
+"""Estimate the memory of frozen models in addition to the trained one: the teacher of `megatron gkd` or `megatron grpo`
 (`doctor --plan --teacher_model`) and the reference model of `megatron grpo`.
 
 This module does not import torch.
