@@ -108,10 +108,6 @@ def make_plan(
     replicas = data_parallel_size(layout, world_size)
     lr = lr_of(args, checkpoint, is_quantized=is_quantized)
     kernels = choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head)
-    packing = packing_of(args)
-    multiples = [
-        row_multiple_of(each, packing, machine.is_cuda, kernels.low_precision) for each in _layouts_of_rows(args)
-    ]
     lora = lora_of(args, checkpoint)
     # --freeze_llm requires a tower, which options do not name.
     freezes_trunk = trainable_of(args, heads, lora, has_tower=args.freeze_llm).freezes_trunk
@@ -121,14 +117,14 @@ def make_plan(
         data_parallel_size=replicas,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
-        packing=packing,
+        packing=packing_of(args),
         packing_length=args.packing_length or args.max_length,
         heads=heads,
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
         detached_heads=method.detaches_heads,
         temperature=method.temperature(args),
-        row_multiple=math.lcm(*multiples),
+        row_multiple=_row_multiple(args, machine.is_cuda, kernels.low_precision),
         kernels=kernels,
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
         lora=lora,
@@ -191,14 +187,12 @@ def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> D
     )
 
 
-def _layouts_of_rows(args: SftArgs) -> list[ParallelLayout]:
-    """Return the layouts in which the rows of a run are computed: that of the model, and with gkd that of the
-    teacher.
-    """
+def _row_multiple(args: SftArgs, is_cuda: bool, low_precision: LowPrecision | None) -> int:
+    """Return `row_multiple_of` for the layouts in which rows are computed: the model's, and with gkd the teacher's."""
     layouts = [layout_of(args)]
     if isinstance(args, GkdArgs):
         layouts.append(teacher_layout(args, None))
-    return layouts
+    return math.lcm(*(row_multiple_of(each, packing_of(args), is_cuda, low_precision) for each in layouts))
 
 
 def row_multiple_of(

@@ -62,7 +62,7 @@ class FrozenPolicy:
 
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the log-probabilities of all tokens of completions, one completion after another. Collective."""
-        num_labels = sum(np.count_nonzero(sample.labels != IGNORED) for sample in samples)
+        num_labels = sum(int((sample.labels != IGNORED).sum()) for sample in samples)
         found = torch.zeros(num_labels)
         if self.mesh.is_here:
             with self.opened():

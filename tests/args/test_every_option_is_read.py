@@ -34,8 +34,8 @@ READERS = {
     "megatron dpo": [*OF_TRAINING, "plan/preference.py"],
     "megatron rm": [*OF_TRAINING, "methods/rm.py"],
     "megatron grpo": [
-        *(*OF_TRAINING, "plan/policy.py", "methods/grpo.py", "rollouts", "rewards/settings.py"),
-        "engines/engine.py",
+        *(*OF_TRAINING, "plan/policy.py", "plan/distillation.py", "methods/grpo.py", "rollouts"),
+        *("rewards/settings.py", "engines/engine.py"),
     ],
     "megatron gkd": [*OF_TRAINING, "plan/distillation.py", "methods/gkd.py", "rollouts", "engines/engine.py"],
     "export": ["export", "model", "plan/layout.py", "plan/quantization.py", "engines/prompts.py"],

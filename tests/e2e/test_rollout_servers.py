@@ -1,4 +1,5 @@
 """Test `megatron grpo --rollout_server` with two real vLLM servers, which are killed and restarted during the run.
+Completions are conversations of two answers.
 
 There is only one test, so that each server starts as rarely as possible. tests/rollouts/test_servers.py tests more
 failures, with small servers.
@@ -44,6 +45,11 @@ def even(completion_ids, step):
     while not Path("go-" + str(step)).exists():
         time.sleep(0.05)
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+async def talk(messages, generate):
+    messages = [*messages, await generate(messages, max_tokens=6), {"role": "user", "content": "Why?"}]
+    return [*messages, await generate(messages)]
 """
 
 
@@ -119,6 +125,7 @@ def test_servers_are_killed_and_restarted(tmp_path, monkeypatch):
         words = (
             f"megatron grpo --model {model} --dataset rows.jsonl --split_dataset_ratio 0 --torch_dtype float32 "
             "--reward_funcs even --external_plugins rewards.py --reward_timeout 300 --num_generations 4 "
+            "--rollout_func talk "
             "--global_batch_size 24 --num_iterations 2 --train_iters 8 --micro_batch_size 8 --max_length 128 "
             "--max_completion_length 64 --max_batch_size 2 --temperature 0.7 --lr 1e-2 "
             f"--acceptance_samples 0 --report_to none --output_dir run --rollout_server {stays.url} {address}"
@@ -161,6 +168,9 @@ def test_servers_are_killed_and_restarted(tmp_path, monkeypatch):
     assert address in errors
     for number in range(4):
         generation = Generation.load(tmp_path / "run" / "rollouts" / f"{number:06d}.safetensors")
-        # Every server has the current weights. Kernels of vLLM and torch add in another order.
+        # Every server has the current weights. Kernels of vLLM and torch add in another order. Tokens between the
+        # answers have no log-probability on either side.
         np.testing.assert_allclose(generation.engine_log_p, generation.old_log_p, rtol=0, atol=1e-3)
+        assert np.array_equal(np.isnan(generation.engine_log_p), ~generation.is_generated)
+        assert not generation.is_generated.all()
         assert len(set(map(tuple, generation.completions()))) > 6  # not one per prompt: seeds differ

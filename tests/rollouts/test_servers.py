@@ -40,6 +40,11 @@ SAMPLING = Sampling(6, temperature=0.7, numbers=tuple(range(100, 112)), log_p=Tr
 REWARDS = """
 def even(completion_ids):
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+async def talk(messages, generate):
+    messages = [*messages, await generate(messages, max_tokens=4), {"role": "user", "content": "Why?"}]
+    return [*messages, await generate(messages)]
 """
 
 
@@ -375,9 +380,10 @@ def options(hf_dir, tmp_path):
 
 
 def test_a_run_with_servers_equals_one_with_an_engine(options, mesh, pair, tmp_path):
-    """One server dies in the second generation and is restarted before the third one."""
+    """Completions are conversations. One server dies in the second generation and is restarted before the third one."""
     (_, bad), urls = pair
-    alone = train(options(output_dir=str(tmp_path / "alone")), mesh)
+    changed = {"rollout_func": "talk", "max_completion_length": 40}
+    alone = train(options(output_dir=str(tmp_path / "alone"), **changed), mesh)
     starts = []
 
     def before(path: str) -> None:
@@ -389,12 +395,14 @@ def test_a_run_with_servers_equals_one_with_an_engine(options, mesh, pair, tmp_p
             bad.start()
 
     bad.before = before
-    served = train(options(output_dir=str(tmp_path / "served"), rollout_server=urls, max_batch_size=3), mesh)
+    served = train(options(output_dir=str(tmp_path / "served"), rollout_server=urls, max_batch_size=3, **changed), mesh)
     for number in range(3):
         name = f"rollouts/{number:06d}.safetensors"
         one, other = Generation.load(alone / name), Generation.load(served / name)
         assert np.array_equal(one.completion_ids, other.completion_ids)
-        assert np.array_equal(one.engine_log_p, other.engine_log_p)
+        assert np.array_equal(one.is_generated, other.is_generated)
+        assert np.array_equal(one.engine_log_p, other.engine_log_p, equal_nan=True)
+        assert not one.is_generated.all()
     lines = [json.loads(line) for line in (served / "metrics.jsonl").read_text().splitlines()]
     assert [line["rollout/servers"] for line in lines] == [2, 1, 2]
     assert [line["rollout/repeated_requests"] > 0 for line in lines] == [False, True, False]

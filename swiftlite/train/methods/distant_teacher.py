@@ -1,4 +1,4 @@
-"""Compute the predictions of the teacher of `megatron gkd` in a layout of its own.
+"""Compute the predictions of the teacher of `megatron gkd` in a separate layout.
 
 The ranks of the teacher get the micro-batches of all ranks of the trained model. They send the final states of labels
 to the last stage of the trained model, on which each rank has its part of the teacher's output matrix. Both layouts

@@ -35,9 +35,9 @@ def filtered(requests: list[dict[str, Any]], p: list[float]) -> list[list[float]
         params = SamplingParams(**request)
         params.normalize(None)
         params.verify(len(p))
-        limits = (torch.tensor([value]) for value in (params.top_k, params.top_p, params.min_p))
+        top_k, top_p, min_p = (torch.tensor([value]) for value in (params.top_k, params.top_p, params.min_p))
         _, weights_1V, tokens_1V, _ = top_k_top_p_min_p_sampling_from_probs_torch(
-            torch.tensor([p]), *limits, params.min_p > 0, None, torch.zeros(1), return_filtered_probs=True
+            torch.tensor([p]), top_k, top_p, min_p, params.min_p > 0, None, torch.zeros(1), return_filtered_probs=True
         )
         by_token_1V = torch.zeros_like(weights_1V).scatter_(1, tokens_1V.long(), weights_1V)
         found.append((by_token_1V / by_token_1V.sum())[0].tolist())
