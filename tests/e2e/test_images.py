@@ -7,6 +7,7 @@ vLLM's processors of images require torchvision (`tests/torchvision_here.py`).
 import importlib.util
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def as_counts(counts: Any) -> Counts:
 
 @pytest.mark.parametrize(
     ("family", "num_tokens"),
-    some_of([("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen2_5_vl", 1), ("qwen2_5_vl", 2)], ("qwen3_vl", 2)),
+    some_of(product(("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"), (1, 2)), ("qwen3_vl", 2)),
 )
 def test_answers_and_counts_of_new_heads(trained, family, num_tokens):
     """Without `draft_slots.py`, vLLM counts other drafts for two tokens per step."""
