@@ -214,7 +214,7 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
         if kind in WITH_OWN_OUTPUT:
             shapes[output_name(block)] = (config.vocab_size, hidden)
     if kind in COPIED_TOWER:
-        shapes |= {name: tuple(tensor.shape) for name, tensor in _copied(raw).items()}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in copied_tower(raw).items()}
     elif kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
         settings = {key: value for key, value in raw["vision_config"].items() if key != "model_type"}
@@ -224,7 +224,7 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _copied(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def copied_tower(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of the tower and its projector, by their names in files."""
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
