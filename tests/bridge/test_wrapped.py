@@ -7,6 +7,7 @@ not declare it. Everything outside of the language model is exported unchanged.
 import json
 from collections.abc import Mapping
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_settings_stand_at_the_top_for_whoever_asks(hf_dir):
 
 
 def test_settings_that_gemma_3_leaves_out_are_those_of_transformers(tmp_path):
-    stated = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "sliding_window": 8}
+    stated: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "sliding_window": 8}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": stated}))
     config, reference = read_config(tmp_path), Gemma3TextConfig(**stated)
     assert config.keys() - stated.keys() - {"model_type", "text_config"}

@@ -7,11 +7,13 @@ vLLM's processors of images require torchvision (`tests/torchvision_here.py`).
 import importlib.util
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from swiftlite.args.commands import InferArgs
@@ -25,7 +27,7 @@ from tests.data.images import noise
 from tests.e2e.draft_logits import LOGIT_TOLERANCE, compare_draft_logits
 from tests.e2e.vllm_here import serve
 from tests.e2e.vllm_with_images import results_of
-from tests.engines.reference import Counts, convention
+from tests.engines.reference import Counts, Reference, convention, write_trained
 from tests.engines.seeing import (
     FIRST_TOKENS,
     NEW_TOKENS,
@@ -37,8 +39,9 @@ from tests.engines.seeing import (
     write_seeing,
 )
 from tests.images import Seen, add_processors_of_engines, make_vision_hf_with_tokenizer
+from tests.published import library
 from tests.tiers import some_of
-from tests.tiny import VLLM_LINEAR_SIZES
+from tests.tiny import VLLM_LINEAR_SIZES, carried_tensors
 
 pytestmark = [
     pytest.mark.engine,
@@ -110,7 +113,7 @@ def as_counts(counts: Any) -> Counts:
 
 @pytest.mark.parametrize(
     ("family", "num_tokens"),
-    some_of([("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen2_5_vl", 1), ("qwen2_5_vl", 2)], ("qwen3_vl", 2)),
+    some_of(product(("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"), (1, 2)), ("qwen3_vl", 2)),
 )
 def test_answers_and_counts_of_new_heads(trained, family, num_tokens):
     """Without `draft_slots.py`, vLLM counts other drafts for two tokens per step."""
@@ -139,6 +142,25 @@ def test_answers_and_counts_of_new_heads(trained, family, num_tokens):
         for without in ("sees_images", "has_axes"):
             other = trained.draft_logits(prompt, num_tokens, without)
             assert float((other - expected).abs().max()) > 1000 * LOGIT_TOLERANCE, without
+
+
+@pytest.mark.slow
+def test_counts_of_gemma_3_with_its_tower(tmp_path):
+    """The tower is not loaded without images, but vLLM reads its config."""
+    hf_dir, path = tmp_path / "model", tmp_path / "model" / "config.json"
+    prompts = write_trained(hf_dir, "gemma3", 1)
+    published = library.content("gemma-3-27b-it")
+    config = json.loads(path.read_text()) | {"vision_config": published["vision_config"], "image_token_index": 127}
+    path.write_text(json.dumps(config))
+    tensors = load_file(hf_dir / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in carried_tensors("gemma3")}
+    tensors |= {name: torch.zeros(tensor.shape) for name, tensor in library.copied_tower(config).items()}
+    save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
+    (served,) = results_of([partial(serve, hf_dir, prompts, NEW_TOKENS, 2)])
+    assert served.draft == convention("vllm", "gemma3").draft
+    expected, counts = Reference.load(hf_dir, "gemma3", 1).simulate(prompts, NEW_TOKENS, 2)
+    assert (served.token_ids, as_counts(served.counts)) == (expected, counts)
+    assert counts.accepted_per_position[-1] > 0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from swiftlite.families.index import image_sizes
 from tests.data.images import encoded
 from tests.engines.reference import UNDECIDED, Counts, Reference, learn_by_heart
 from tests.images import LIMITS, Seen, add_processors_of_engines, make_image, make_vision_hf_with_tokenizer
-from tests.tiny import hub_name, make_tiny_vision_hf, per_expert
+from tests.tiny import as_in_files, hub_name, make_tiny_vision_hf
 
 NEW_TOKENS = 16
 LEARNED_ROWS = 6
@@ -159,7 +159,8 @@ def write_seeing(directory: Path, family: str, depth: int, for_engines: bool = F
     reference.look(model, rows)
     learn_by_heart(reference.train(), torch.cat([row.ids_1S for row in rows]), unroll=3 if depth == 1 else 1)
     tensors = load_file(directory / "model.safetensors")
-    trained = {hub_name(family, name): tensor for name, tensor in per_expert(reference.trunk.state_dict()).items()}
+    trunk = as_in_files(family, reference.trunk.state_dict())
+    trained = {hub_name(family, name): tensor for name, tensor in trunk.items()}
     trained |= reference.mtp_tensors()
     tensors |= {name: tensor.contiguous() for name, tensor in trained.items() if name in tensors}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -166,6 +166,7 @@ def test_other_engines_are_told(stock):
 
 REASONS = {
     "exaone4": "outputs",
+    "gemma3": "outputs",
     "gemma3_text": "outputs",
     "olmo2": "outputs",
     "olmo3": "outputs",

@@ -23,7 +23,7 @@ CHOSEN = {
     ),
     "qwen3_5_moe": ("EP2", "PP2"),
     "qwen2_5_vl": ("TP2+SP", "PP2"),
-    "qwen3_vl_moe": ("TP2", "CP2", "EP2", "PP2"),
+    "qwen3_vl_moe": ("TP2+SP", "CP2", "EP2", "PP2"),
     "qwen3_vl": ("TP2", "TP2+SP", "CP2", "DP2+overlap", "full uniform 1", "full uniform 2", "PP2", "PP4"),
 }
 PIPELINED = [("qwen3_5", "PP2"), ("qwen3_vl", "PP2xTP2")]

@@ -105,11 +105,20 @@ def is_in_mxfp4(model: str) -> bool:
     return content(model).get("quantization_config", {}).get("quant_method") == "mxfp4"
 
 
-def build(directory: Path, model: str) -> Path:
-    """Write a model; return its directory."""
+def build(directory: Path, model: str, has_new_head: bool = False) -> Path:
+    """Write a model; return its directory.
+
+    Args:
+        has_new_head: whether an MTP head is added to a vision-language model that was published without heads.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_bytes(CONFIGS[model].read_bytes())
-    tensors = {name: _drawn(model, name, shape) for name, shape in _shapes(model).items()}
+    if has_new_head:
+        config = content(model)
+        config["text_config"]["num_nextn_predict_layers"] = 1
+        (directory / "config.json").write_text(json.dumps(config))
+    has_head = has_new_head or family(model) in HEADS
+    tensors = {name: _drawn(model, name, shape) for name, shape in _shapes(model, has_head).items()}
     if family(model) in HEADS.intersection(HEADS_WITH_COPIES):
         head = mtp_names(family(model), 0, content(model)["num_hidden_layers"])[1]
         tensors[f"{head}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -180,7 +189,7 @@ def _is_other(name: str, config: Any) -> bool:
     return layer is not None and int(layer.group(1)) >= config.num_hidden_layers
 
 
-def _shapes(model: str) -> dict[str, tuple[int, ...]]:
+def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by their published names, without the copies in heads."""
     kind, raw = family(model), content(model)
     config = _config_of(kind, raw)
@@ -191,7 +200,7 @@ def _shapes(model: str) -> dict[str, tuple[int, ...]]:
     if trunk.config.tie_word_embeddings:
         del held["lm_head.weight"]
     shapes = _named(kind, held, stacked=model in STACKED)
-    if kind in HEADS:
+    if has_head:
         names, block = mtp_names(kind, 0, config.num_hidden_layers)
         hidden = config.hidden_size
         shapes |= {name: (hidden, 2 * hidden) if role == "projection" else (hidden,) for role, name in names.items()}
@@ -205,7 +214,7 @@ def _shapes(model: str) -> dict[str, tuple[int, ...]]:
         if kind in WITH_OWN_OUTPUT:
             shapes[output_name(block)] = (config.vocab_size, hidden)
     if kind in COPIED_TOWER:
-        shapes |= {name: tuple(tensor.shape) for name, tensor in _copied(raw).items()}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in copied_tower(raw).items()}
     elif kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
         settings = {key: value for key, value in raw["vision_config"].items() if key != "model_type"}
@@ -215,7 +224,7 @@ def _shapes(model: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _copied(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def copied_tower(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of the tower and its projector, by their names in files."""
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))

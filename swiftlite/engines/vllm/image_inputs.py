@@ -16,14 +16,15 @@ from swiftlite.engines.prompts import ImagePrompt
 
 
 def image_options(config: EngineConfig) -> dict[str, Any]:
-    """Return vLLM's options for a model with an image tower; empty for other models.
+    """Return vLLM's options for a model with an image tower, also one that swiftlite only copies; empty for other
+    models.
 
     Without images in the prompts, vLLM does not load the tower.
 
     Raises:
         UserError: a prompt has more images than --vllm_limit_mm_per_prompt allows.
     """
-    if config.model.family.vision is None:
+    if not config.model.family.language_model:
         return {}
     given = config.engine_kwargs.get("limit_mm_per_prompt") or {}
     limit = given.get("image", config.max_images)

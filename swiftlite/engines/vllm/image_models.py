@@ -1,8 +1,8 @@
 """Model classes of vLLM for vision-language models with MTP heads, and draft models that run the heads.
 
-Supported are Qwen2.5-VL and Qwen3-VL. Heads read an image's features in place of the embeddings of its
-placeholders, as in training. These classes are in a separate module from `models.py`, because vLLM's classes of
-vision-language models import torchvision.
+Supported are Qwen2.5-VL, Qwen3-VL and Gemma 3. Heads read an image's features in place of the embeddings of its
+placeholders, as in training; those of Gemma 3 are trained without images. These classes are in a separate module from
+`models.py`, because vLLM's classes of vision-language models import torchvision.
 
 Shapes: T tokens of all requests of a batch, H hidden size, I features of all images of a batch.
 """
@@ -14,12 +14,11 @@ from vllm.model_executor.models.interfaces import SupportsMultiModalEmbeddings
 
 from swiftlite.engines.loading.head_weights import Trunk, Weights
 from swiftlite.engines.loading.plugin_classes import class_of
-from swiftlite.engines.vllm.models import MtpDraft, Qwen3MoeMTPModel
+from swiftlite.engines.vllm.models import Gemma3MTPModel, MtpDraft, Qwen3MoeMTPModel
 from swiftlite.engines.vllm.plugin import PLUGIN_DRAFTS
+from swiftlite.families.wrapped import text_name
 
 __all__ = ["ImageDraft", "Trunk"]  # bases of the classes that `class_of` makes
-
-_IN_WRAPPER = "model.language_model."
 
 
 class ImageDraft(MtpDraft, SupportsMultiModalEmbeddings):
@@ -53,11 +52,26 @@ class ImageDraft(MtpDraft, SupportsMultiModalEmbeddings):
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the heads from HF tensors, as `MtpDraft.load_weights` does."""
-        return super().load_weights((name.replace(_IN_WRAPPER, "model.", 1), tensor) for name, tensor in weights)
+        return super().load_weights((text_name(name), tensor) for name, tensor in weights)
 
 
 class Qwen3VLMoeMTPModel(ImageDraft, Qwen3MoeMTPModel):
     """MTP draft model for Qwen3-VL with experts."""
+
+
+class Gemma3ImageMTPModel(ImageDraft, Gemma3MTPModel):
+    """MTP draft model for Gemma 3 with a vision tower."""
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: Sequence[torch.Tensor] | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the embeddings [T, H] of ids and images, as `ImageDraft` does. Only those of ids are multiplied."""
+        features = [part / self.embedding_multiplier for part in multimodal_embeddings or ()]
+        return super().embed_input_ids(input_ids, features, is_multimodal=is_multimodal)
 
 
 def __getattr__(name: str) -> type:

@@ -13,7 +13,7 @@ from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
-from swiftlite.families.serving.convention import PluginClasses, Serving
+from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
 from swiftlite.families.wrapped import wrapped
 
 _BASES: windows.Bases = {windows.WINDOW: ("rope_local_base_freq", 10_000.0), windows.FULL: ("rope_theta", 1_000_000.0)}
@@ -79,4 +79,12 @@ GEMMA3_TEXT = Family(
     ),
     tiny={"sliding_window_pattern": 2, "sliding_window": 8, "query_pre_attn_scalar": 48},
 )
-GEMMA3 = wrapped(GEMMA3_TEXT, "gemma3", Serving(transformers="swiftlite.engines.transformers.language_models:gemma3"))
+_CLASSES = PluginClasses("Gemma3ForConditionalGeneration", trunk="gemma3_mm:Gemma3ForConditionalGeneration")
+GEMMA3 = wrapped(
+    GEMMA3_TEXT,
+    "gemma3",
+    Serving(
+        vllm=Convention("Gemma3ImageMTPModel", classes=_CLASSES),
+        transformers="swiftlite.engines.transformers.language_models:gemma3",
+    ),
+)

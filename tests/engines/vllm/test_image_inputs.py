@@ -56,7 +56,9 @@ def test_other_lengths_are_an_error(prompts):
 
 def test_the_tower_is_loaded_for_images_only(prompts, tmp_path):
     model = resolve(tmp_path / "model")
-    assert image_options(EngineConfig(model)) == {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    none = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    assert image_options(EngineConfig(model)) == none
+    assert image_options(EngineConfig(resolve(make_tiny_hf(tmp_path / "copied", "gemma3")))) == none
     options = image_options(EngineConfig(model, max_images=3))
     assert options == {"limit_mm_per_prompt": {"image": 3, "video": 0}, "skip_tokenizer_init": False}
     given = {"limit_mm_per_prompt": {"image": 4}}
