@@ -18,6 +18,8 @@ from swiftlite import rules
 from swiftlite.args.commands import ExportArgs, GrpoArgs
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.data.rows.prompt import COLUMNS
+from swiftlite.engines.transformers.info import TRANSFORMERS
+from swiftlite.engines.vllm.info import VLLM
 from swiftlite.export.run import convert
 from swiftlite.rollouts.engine import engine_kwargs
 from swiftlite.rollouts.generation import Generation
@@ -493,6 +495,7 @@ def test_named_rewards_are_checked_with_the_options_of_the_run(options):
         ({"rollouts_from": "nowhere"}, "--rollouts_from nowhere"),
         ({"num_generations": 1}, "--num_generations"),
         ({"vllm_engine_kwargs": {"seed": 1}}, "--vllm_engine_kwargs --infer_backend transformers"),
+        ({"weight_transport": "ipc"}, "--weight_transport ipc --infer_backend transformers"),
         ({"vllm_engine_kwargs": {"max_model_len": 9}, "infer_backend": "vllm"}, "--vllm_engine_kwargs --max_length"),
         ({"sglang_engine_kwargs": {}, "infer_backend": "vllm"}, "--sglang_engine_kwargs --infer_backend vllm"),
         ({"draft_schedule": "bench.json"}, "--draft_schedule --infer_backend vllm"),
@@ -520,3 +523,6 @@ def test_an_engine_on_the_gpu_of_the_trainer_leaves_it_memory(options):
     assert engine_kwargs(options(), is_cuda=True) == {}
     given = {"gpu_memory_utilization": 0.5, "seed": 1}
     assert engine_kwargs(options(infer_backend="vllm", vllm_engine_kwargs=given), is_cuda=True) == given
+    assert VLLM.shares_gpu(given)
+    assert not VLLM.shares_gpu({"tensor_parallel_size": 2})
+    assert not TRANSFORMERS.shares_gpu(None)

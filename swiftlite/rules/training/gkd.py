@@ -42,7 +42,9 @@ def settings_have_an_effect(args: GkdArgs, facts: Facts) -> Iterator[str]:
         "speculative": no_heads if no_heads[0] else of_engine,
         "num_speculative_tokens": no_heads if no_heads[0] else of_engine,
         "draft_schedule": no_heads if no_heads[0] else of_engine,
-        **dict.fromkeys(("infer_backend", *grpo.KWARGS_OF_ENGINES), of_engine if of_engine[0] else served),
+        **dict.fromkeys(
+            ("infer_backend", "weight_transport", *grpo.KWARGS_OF_ENGINES), of_engine if of_engine[0] else served
+        ),
         **dict.fromkeys(("rollout_server", *options(SamplingArgs)), of_engine),
         "max_batch_size": of_engine,
         "temperature": never,

@@ -198,6 +198,9 @@ def engine_can_generate(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Prob
     info = ENGINES.get(args.infer_backend)
     if info is not None:
         yield from engine_options.missing_engine(info, "infer_backend")
+    if args.weight_transport and (info is None or not info.can_sleep):
+        given = f"--weight_transport {args.weight_transport}"
+        yield f"{given} is not supported by --infer_backend {args.infer_backend}", "remove it"
     for name in KWARGS_OF_ENGINES:
         if vars(args)[name] is not None and (info is None or name != info.kwargs_option):
             yield f"--{name} has no effect with --infer_backend {args.infer_backend}", f"remove --{name}"
@@ -324,7 +327,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
         **dict.fromkeys((*_OF_DRAWING, *options(SamplingArgs)), stored),
         **dict.fromkeys(("eval_steps", "eval_iters"), stored),
-        **dict.fromkeys(("infer_backend", *KWARGS_OF_ENGINES), stored if stored[0] else served),
+        **dict.fromkeys(("infer_backend", "weight_transport", *KWARGS_OF_ENGINES), stored if stored[0] else served),
     }
     yield from common.without_effect(args, idle)
 
