@@ -143,15 +143,16 @@ def test_a_new_drafter_starts_with_copies_of_the_last_layers(family, tmp_path, m
     (directory / "config.json").write_text(json.dumps(config | {"drafter": declared}))
     (model,), report = open_model(resolve(directory), mesh, dtype=torch.float32, mtp_init="copy_last_layer")
     drafter: Any = model.mtp.layers[0]
-    for own, source in zip(drafter.decoder_layers, model.decoder.layers[-2:], strict=True):
+    decoder: Any = model.decoder
+    for own, source in zip(drafter.decoder_layers, decoder.layers[-2:], strict=True):
         of_trunk = dict(source.named_parameters())
         for name, parameter in own.named_parameters():
             if name.endswith("k_layernorm.weight") or name not in of_trunk:
                 assert bool((parameter == 1).all()), name
             else:
                 assert torch.equal(parameter, of_trunk[name]), name
-    assert torch.equal(drafter.final_layernorm.weight, model.decoder.final_layernorm.weight)
-    assert torch.equal(drafter.hidden_norm.weight, model.decoder.layers[-1].input_layernorm.weight)
+    assert torch.equal(drafter.final_layernorm.weight, decoder.final_layernorm.weight)
+    assert torch.equal(drafter.hidden_norm.weight, decoder.layers[-1].input_layernorm.weight)
     features = torch.randn(2, 3 * 64)
     assert torch.equal(drafter.fc(features), features[:, -64:])
     assert report.initialized["mtp.layers.0.fc.weight"] == "copy_last_layer"

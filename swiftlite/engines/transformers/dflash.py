@@ -38,7 +38,7 @@ class DFlashDrafter(nn.Module):
         num_features = len(own_config["dflash_config"]["target_layer_ids"])
         self.fc = nn.Linear(num_features * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(Qwen3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def fused(self, features_BSH: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -56,8 +56,7 @@ class DFlashDrafter(nn.Module):
             rotary: cosines and sines at the positions of the context.
         """
         for number, layer in enumerate(self.layers):
-            attention: Any = layer.self_attn
-            _, key_BGSD, value_BGSD = _heads(attention, context_BSH, rotary)
+            _, key_BGSD, value_BGSD = _heads(layer.self_attn, context_BSH, rotary)
             cache.update(key_BGSD, value_BGSD, number)
 
     def forward(self, block_BSH: torch.Tensor, cache: DynamicCache, rotary: Any) -> torch.Tensor:
@@ -69,7 +68,7 @@ class DFlashDrafter(nn.Module):
             rotary: cosines and sines at the positions of the block.
         """
         for number, layer in enumerate(self.layers):
-            attention: Any = layer.self_attn
+            attention = layer.self_attn
             query_BNSD, key_BGSD, value_BGSD = _heads(attention, layer.input_layernorm(block_BSH), rotary)
             context: Any = cache.layers[number]
             out_BNSD = F.scaled_dot_product_attention(
