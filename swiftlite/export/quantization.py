@@ -53,15 +53,19 @@ def matrices_of(model: HfModel, quant_heads: QuantHeads | None) -> dict[str, Ent
     if format_of(model.config):
         raise UserError(f"{model.name} is already quantized", "use the model before its quantization")
     kinds = [layer.mlp for layer in model.family.architecture(model.config).layers]
-    if any(isinstance(kind, MixtureOfExperts) and (kind.hf_is_transposed or kind.hf_is_stacked) for kind in kinds):
+    is_stacked = any(
+        isinstance(kind, MixtureOfExperts) and (kind.hf_is_transposed or kind.hf_is_stacked) for kind in kinds
+    )
+    chosen = quantized_weights(model, keeps_heads=quant_heads != "block")
+    with Checkpoint(model.directory) as checkpoint:
+        matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
+        is_stacked |= not matrices.keys() <= checkpoint.stored.keys()
+    if is_stacked:
         raise UserError(
             f"--quant_method is not supported for {model.family.name}, whose files have the matrices of all experts of "
             "a layer in one tensor",
             "remove it",
         )
-    chosen = quantized_weights(model, keeps_heads=quant_heads != "block")
-    with Checkpoint(model.directory) as checkpoint:
-        matrices = {key: entry for key, entry in checkpoint.entries.items() if key in chosen}
     _check_plain(model, matrices)
     return matrices
 

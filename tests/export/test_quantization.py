@@ -21,7 +21,7 @@ from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve
 from tests.messages import mentions, naming
 from tests.tiers import some_of
-from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf
+from tests.tiny import LATENT, STEP, VLLM_LATENT_SIZES, make_tiny_hf
 
 quantized = pytest.importorskip("tests.quantized", exc_type=ImportError)
 
@@ -101,7 +101,7 @@ def test_nvfp4_has_one_global_scale_per_merged_matrix(mesh, tmp_path, family):
             assert torch.equal(checkpoint.read(f"{module}.weight").to(numbers.dtype), numbers)
 
 
-STACKED = ("gpt_oss", "step3p5")
+STACKED = ("gpt_oss", "qwen3_vl_moe", *STEP)
 """Families whose files have the matrices of all experts in one tensor."""
 QUANTIZED = [family for family in FAMILIES if family not in STACKED]
 
