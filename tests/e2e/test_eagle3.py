@@ -142,10 +142,10 @@ def test_vllm_is_refused_for_a_trunk_without_inner_states(tmp_path):
 
     check_trunk_of_drafter(resolve_served(make_tiny_hf(tmp_path / "model", "qwen2_moe")))  # without a drafter
     declare(tmp_path / "model", "3.1", [0, 1])
-    with pytest.raises(UserError, match=naming("vLLM EAGLE-3 qwen2_moe")):
+    with pytest.raises(UserError, match=naming("vLLM eagle3 qwen2_moe")):
         check_trunk_of_drafter(resolve_served(tmp_path / "model"))
     declare(make_tiny_hf(tmp_path / "windows", "mistral", sliding_window=6), "3.1", [0, 1])
-    with pytest.raises(UserError, match=naming("vLLM EAGLE-3 window")):
+    with pytest.raises(UserError, match=naming("vLLM eagle3 window")):
         check_trunk_of_drafter(resolve_served(tmp_path / "windows"))
 
 
