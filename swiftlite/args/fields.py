@@ -90,8 +90,9 @@ class MtpArgs:
     """With heads_only: train another drafter instead of MTP heads: eagle3, eagle3.1 (normalized features and states,
     for more draft tokens), or the block drafter dflash. --mtp_unroll is its number of draft tokens. The export has it
     in the folder draft/, from which vLLM drafts without swiftlite's plugin. Default: the drafter of the checkpoint."""
-    drafter_layers: bounds.PositiveInt | None = None
-    """With --drafter dflash: number of its decoder layers. Published drafters have 5. Default: 1."""
+    drafter_layers: bounds.DrafterDepth | None = None
+    """With --drafter dflash: number of its decoder layers. Published drafters have 5. Default: that of the
+    checkpoint, or 1."""
     draft_for: str | None = None
     """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. vllm_stock:
     heads of dense models that vLLM runs without swiftlite's plugin, from the folder draft/ of the export. Default: the

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from swiftlite.args import bounds
-from swiftlite.args.fields import LrDecayStyle, SamplingArgs, WeightTransport
+from swiftlite.args.fields import LrDecayStyle, SamplingArgs
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
@@ -142,7 +142,7 @@ class CompletionArgs(SamplingArgs):
     """Peak learning rate of the heads. Default: --lr."""
     max_batch_size: bounds.PositiveInt = 64
     """Maximum number of completions that the engine, or each --rollout_server, generates at once."""
-    weight_transport: WeightTransport | None = None
+    weight_transport: Literal["file", "ipc"] | None = None
     """With --infer_backend vllm: transport of new weights. file: the temporary directory; ipc: within the GPU of the
     first rank. Default: ipc if vllm has only this GPU, otherwise file."""
     vllm_engine_kwargs: dict[str, Any] | None = None

@@ -170,7 +170,8 @@ class EngineInfo:
 
     def shares_gpu(self, kwargs: Mapping[str, Any] | None) -> bool:
         """Return whether the adapter can sleep, and uses a single GPU with these keyword arguments of the user."""
-        return self.can_sleep and (kwargs or {}).get("tensor_parallel_size", 1) == 1
+        sizes = [(kwargs or {}).get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data")]
+        return self.can_sleep and max(sizes) == 1
 
     def runs(self, family: str) -> bool:
         """Return whether the engine runs the trunk of a family."""

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 KIND = "dflash"
 LAYERS_KEY, MASK_KEY = "decoder_layers", "mask_token_id"
 """Keys of the drafter in config.json: its number of decoder layers, and the token in place of unknown tokens."""
+SETTINGS = (FEATURES_KEY, LAYERS_KEY, MASK_KEY)
+"""Keys of the drafter that a user can set in config.json before its training."""
 MAX_FEATURES = 5
 """Number of features of published drafters."""
 MAX_DECODER_LAYERS = 16
@@ -49,8 +51,8 @@ def declaration(hf_config: HfConfig) -> dict[str, Any]:
     mask token is the last one of the vocabulary, which in most models has no text.
     """
     first, last = 2, hf_config["num_hidden_layers"] - 2
-    features = range(1, hf_config["num_hidden_layers"])
-    if last - first >= MAX_FEATURES:
+    features = range(1, hf_config["num_hidden_layers"])[-MAX_FEATURES:]
+    if last - first >= MAX_FEATURES - 1:
         features = (first + round(step * (last - first) / (MAX_FEATURES - 1)) for step in range(MAX_FEATURES))
     declared = {"kind": KIND, "layers": 0, FEATURES_KEY: [*features], LAYERS_KEY: 1}
     return {**declared, MASK_KEY: hf_config["vocab_size"] - 1}

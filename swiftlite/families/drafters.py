@@ -68,14 +68,19 @@ def with_drafter(hf_config: HfConfig, name: str | None, decoder_layers: int | No
     declares this drafter, or `name` is None, nothing changes.
 
     Args:
-        decoder_layers: number of decoder layers of a DFlash drafter; None: 1.
+        decoder_layers: number of decoder layers of a DFlash drafter; None: that of config.json, or 1.
     """
-    if name is None or not isinstance(hf_config.get("num_hidden_layers"), int):  # which a rule reports
+    sizes = (hf_config.get("num_hidden_layers"), hf_config.get("vocab_size"))
+    if name is None or not all(isinstance(size, int) for size in sizes):  # which a rule reports
         return dict(hf_config)
     new, declared = NEW[name](hf_config), hf_config.get(DRAFTER_KEY)
+    if not isinstance(declared, dict):
+        declared = {}
+    if declared.get("kind") == new["kind"] == dflash.KIND:
+        new |= {key: declared[key] for key in dflash.SETTINGS if key in declared}
     if decoder_layers is not None:
         new[dflash.LAYERS_KEY] = decoder_layers
-    if isinstance(declared, dict) and {**declared, "layers": 0} == new:
+    if {**declared, "layers": 0} == new:
         return dict(hf_config)
     return {**hf_config, DRAFTER_KEY: new}
 

@@ -13,6 +13,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.data.batch import collate_packed
 from swiftlite.families import dflash
+from swiftlite.families.drafters import with_drafter
 from swiftlite.families.resolved import resolve
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel
@@ -168,9 +169,31 @@ def test_names_are_those_of_published_files(tmp_path):
     assert shapes_of(model.family.head_rows(model.config, 0)).keys() == names
 
 
+def test_settings_in_config_json_are_kept():
+    """A user can set the mask token; the trained drafter stays if its number of layers is not given again."""
+    plain = {"num_hidden_layers": 4, "vocab_size": 100}
+    chosen = plain | {"drafter": {"kind": "dflash", "mask_token_id": 5}}
+    new = with_drafter(chosen, "dflash", 2)
+    assert new["drafter"] == dflash.declaration(plain) | {"mask_token_id": 5, "decoder_layers": 2}
+    trained = plain | {"drafter": {**new["drafter"], "layers": 1}}
+    assert with_drafter(trained, "dflash") == trained
+    assert with_drafter(trained, "dflash", 3)["drafter"] == {**new["drafter"], "decoder_layers": 3}
+    assert with_drafter(trained, "eagle3")["drafter"]["kind"] == "eagle3"
+    for size in ({}, {"vocab_size": "abc"}):
+        unknown = {"num_hidden_layers": 4, **size}
+        assert with_drafter(unknown, "dflash") == unknown
+
+
 @pytest.mark.parametrize(
     ("num_layers", "features"),
-    [(2, [1]), (4, [1, 2, 3]), (8, [1, 2, 3, 4, 5, 6, 7]), (9, [2, 3, 4, 6, 7]), (36, [2, 10, 18, 26, 34])],
+    [
+        (2, [1]),
+        (4, [1, 2, 3]),
+        (7, [2, 3, 4, 5, 6]),
+        (8, [2, 3, 4, 5, 6]),
+        (9, [2, 3, 4, 6, 7]),
+        (36, [2, 10, 18, 26, 34]),
+    ],
 )
 def test_features_are_spread_over_the_trunk(num_layers, features):
     """Those of 36 layers are the published ones of Qwen3-8B: outputs of layers 1, 9, 17, 25 and 33."""

@@ -496,6 +496,10 @@ def test_named_rewards_are_checked_with_the_options_of_the_run(options):
         ({"num_generations": 1}, "--num_generations"),
         ({"vllm_engine_kwargs": {"seed": 1}}, "--vllm_engine_kwargs --infer_backend transformers"),
         ({"weight_transport": "ipc"}, "--weight_transport ipc --infer_backend transformers"),
+        (
+            {"weight_transport": "ipc", "infer_backend": "vllm", "vllm_engine_kwargs": {"data_parallel_size": 2}},
+            "--weight_transport ipc --vllm_engine_kwargs",
+        ),
         ({"vllm_engine_kwargs": {"max_model_len": 9}, "infer_backend": "vllm"}, "--vllm_engine_kwargs --max_length"),
         ({"sglang_engine_kwargs": {}, "infer_backend": "vllm"}, "--sglang_engine_kwargs --infer_backend vllm"),
         ({"draft_schedule": "bench.json"}, "--draft_schedule --infer_backend vllm"),

@@ -38,7 +38,8 @@ class Sampler:
         return batch
 
     def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
+        order = self._orders.get(epoch)
+        if order is None:
             # Only the newest epoch is cached, because 10 million samples take 80 MB.
             self._orders.clear()
             # RandomState, because numpy guarantees its stream across versions, unlike that of Generator. A run that
@@ -47,7 +48,7 @@ class Sampler:
             if self.shuffle:
                 order = np.random.RandomState([self.seed, epoch]).permutation(self.num_samples)
             self._orders[epoch] = order
-        return self._orders[epoch]
+        return order  # a thread that collates the next step may have replaced the cached one
 
 
 def micro_batches(

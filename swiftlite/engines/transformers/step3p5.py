@@ -17,10 +17,11 @@ from swiftlite.families.resolved import HfModel
 def trunk_of(model: HfModel) -> "tuple[type[Step3p5ForCausalLM], Step3p7TextConfig]":
     """Return the class and the config of the trunk.
 
-    The config has no entries for MTP heads in lists, which transformers would check.
+    The config has no entries for MTP heads in lists, which transformers would check, and no others of the whole model.
     """
-    no_heads = model.family.mtp.config(model.config, 0)
-    return Step3p5ForCausalLM, Step3p7TextConfig.from_dict({**model.config, **no_heads, "num_nextn_predict_layers": 0})
+    own = {key: value for key, value in model.config.items() if key not in ("text_config", "vision_config")}
+    no_heads = model.family.mtp.config(model.config, 0) | {"num_nextn_predict_layers": 0}
+    return Step3p5ForCausalLM, Step3p7TextConfig.from_dict(own | no_heads)
 
 
 class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):

@@ -89,7 +89,7 @@ class VllmEngine:
         self._transport = make_transport(config.weight_transport, client, num_workers)
         channel = VllmChannel(client, self._transport)
         layout = unsupported_layout(parallel.pipeline_parallel_size, parallel.enable_expert_parallel)
-        self._sleeps = config.sleeps and options.get("enable_sleep_mode") is not False
+        self._sleeps = config.sleeps and bool(config.engine_kwargs.get("enable_sleep_mode", True))
         self.is_asleep = False
         self._weights = WeightUpdate("vLLM", channel, config.model, method == "mtp", layout)
 

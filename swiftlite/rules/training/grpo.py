@@ -201,6 +201,9 @@ def engine_can_generate(args: GrpoArgs | GkdArgs, facts: Facts) -> Iterator[Prob
     if args.weight_transport and (info is None or not info.can_sleep):
         given = f"--weight_transport {args.weight_transport}"
         yield f"{given} is not supported by --infer_backend {args.infer_backend}", "remove it"
+    elif args.weight_transport == "ipc" and info and not info.shares_gpu(args.vllm_engine_kwargs):
+        problem = "--weight_transport ipc uses the memory of one GPU, but --vllm_engine_kwargs has several workers"
+        yield problem, "use --weight_transport file"
     for name in KWARGS_OF_ENGINES:
         if vars(args)[name] is not None and (info is None or name != info.kwargs_option):
             yield f"--{name} has no effect with --infer_backend {args.infer_backend}", f"remove --{name}"

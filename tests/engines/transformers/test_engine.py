@@ -38,6 +38,15 @@ def test_plain_greedy_is_what_transformers_generates(trained):
     assert answers(start(directory), prompts, Sampling(16)) == expected
 
 
+@pytest.mark.parametrize("family", ["exaone4_5", "gemma3", "step3p7"])
+def test_the_language_model_of_a_wrapper_drafts(family, tmp_path):
+    directory = make_tiny_hf(tmp_path, family, depth=3 if family == "step3p7" else 1)
+    plain = answers(start(directory), [[1, 2, 3, 4]], Sampling(6))
+    engine = start(directory, 1)
+    assert answers(engine, [[1, 2, 3, 4]], Sampling(6)) == plain
+    assert engine.draft_counts().drafts > 0
+
+
 @pytest.mark.parametrize("num_tokens", [0, 2])
 def test_greedy_with_a_penalty_is_what_transformers_generates(trained, num_tokens):
     directory, prompts = trained("qwen3", 2)
