@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.base.errors import UserError
@@ -62,13 +63,14 @@ class FrozenPolicy:
 
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the log-probabilities of all tokens of completions, one completion after another. Collective."""
-        num_labels = sum(int((sample.labels != IGNORED).sum()) for sample in samples)
-        found = torch.zeros(num_labels)
+        found = np.zeros(sum(int((sample.labels != IGNORED).sum()) for sample in samples), np.float32)
         if self.mesh.is_here:
             with self.opened():
-                log_p = token_log_probabilities(self.chunks, self.mesh, self.batches, samples)
-            found = torch.from_numpy(np.concatenate(log_p))
-        return broadcast_from_mesh(found.to(self.mesh.device.torch_device), self.mesh).cpu().numpy()
+                found = np.concatenate(token_log_probabilities(self.chunks, self.mesh, self.batches, samples))
+        if len(self.mesh.ranks) == dist.get_world_size():
+            return found  # without copies to the device and back
+        shared = torch.from_numpy(found).to(self.mesh.device.torch_device)
+        return broadcast_from_mesh(shared, self.mesh).cpu().numpy()
 
 
 def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:

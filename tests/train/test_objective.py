@@ -125,7 +125,7 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, mesh, depth)
     hidden = model.forward_decoder(hidden, rotary)
     heads = [
         head.detach().requires_grad_()
-        for head in model.forward_mtp(hidden, list(batch.tokens_KBS[1:]), batch.position_ids_BS, [rotary] * depth)
+        for head in model.forward_mtp(hidden, list(batch.tokens_KBS[1:]), batch.position_ids_BS, lambda offset: rotary)
     ]
     states = StageStates(hidden.detach(), heads_SBH=heads)
     losses = model.forward_postprocess(states, Target(batch.labels_KBS[0], batch.labels_KBS[1:]))
