@@ -66,3 +66,8 @@ class Drafter:
     why_not: Callable[["Family", HfConfig], str] = lambda family, hf_config: ""
     own_config: Callable[["Family", HfConfig], dict[str, Any]] | None = None
     vllm_trunks: tuple[str, ...] = ()
+
+    @property
+    def starts_with_copies(self) -> bool:
+        """Whether a new drafter starts with copies of the trunk's parameters, and not with random values."""
+        return self.sources is not no_copies

@@ -12,7 +12,6 @@ from swiftlite.args.fields import MtpInit, MtpLoss
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.base.lora import HeadsTuner, Lora
 from swiftlite.families import Family
-from swiftlite.families.drafter import no_copies
 from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import method_of
@@ -84,7 +83,7 @@ def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
     if checkpoint.layers or args.mtp_mode != "heads_only":
         return "checkpoint"
     if checkpoint.kind != MTP:
-        return "random" if DRAFTERS[checkpoint.kind].sources is no_copies else "copy_last_layer"
+        return "copy_last_layer" if DRAFTERS[checkpoint.kind].starts_with_copies else "random"
     if why_no_fit(args):
         return "copy_last_layer"
     return "fit_last_layer"

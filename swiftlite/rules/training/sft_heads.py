@@ -8,7 +8,6 @@ from swiftlite.args.config import Problem
 from swiftlite.args.docs import unsupported
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads
 from swiftlite.families import FAMILIES, dflash
-from swiftlite.families.drafter import no_copies
 from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.index import known_architecture
 from swiftlite.families.serving import stock
@@ -105,7 +104,7 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
     name = _drafter(args, facts)
     if args.drafter and args.mtp_mode != "heads_only":
         yield f"{name} requires --mtp_mode heads_only", "add --mtp_mode heads_only"
-    copies = DRAFTERS[facts.heads.kind].sources is not no_copies
+    copies = DRAFTERS[facts.heads.kind].starts_with_copies
     if args.mtp_init == "fit_last_layer" or (args.mtp_init == "copy_last_layer" and not copies):
         hint = f"use --mtp_init {'copy_last_layer' if copies else 'random'}"
         yield f"--mtp_init {args.mtp_init} initializes MTP heads, not {name}", hint
