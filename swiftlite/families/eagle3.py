@@ -72,8 +72,8 @@ def layer_of(architecture: Architecture, hf_config: HfConfig) -> Layer:
 def why_not(family: "Family", hf_config: HfConfig) -> str:
     """Return why a model cannot have this drafter; empty if it can."""
     outside, attentions = family.outside(hf_config), family.architecture(hf_config).attentions
-    if family.vision is not None:
-        return "its sizes are not at the top level of config.json"
+    if family.vision is not None or family.language_model:
+        return "it is a vision-language model"
     if outside.mcore_config.get("activation_func") != "silu" or family.norm_start != 1:
         return "its activation or its norms are not those of Llama"
     if not isinstance(hf_config.get("intermediate_size"), int):

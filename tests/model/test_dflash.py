@@ -24,7 +24,7 @@ from tests.messages import naming
 from tests.model.test_eagle3 import IDS, logits_of, sum_of
 from tests.model.test_unroll import make_samples
 from tests.tiny import logits_of as output_of
-from tests.tiny import make_tiny_hf
+from tests.tiny import make_tiny_hf, make_tiny_vision_hf
 
 DRAFTS = 3
 FEATURES = [1, 2, 3]
@@ -167,6 +167,14 @@ def test_names_are_those_of_published_files(tmp_path):
     layer += [f"self_attn.{name}_norm" for name in "qk"]
     names = {f"{name}.weight" for name in ("fc", "hidden_norm", "norm", *(f"layers.0.{part}" for part in layer))}
     assert shapes_of(model.family.head_rows(model.config, 0)).keys() == names
+
+
+@pytest.mark.parametrize("family", ["exaone4_5", "gemma3_text", "granite", "mistral3", "qwen3_vl"])
+def test_models_without_this_drafter_are_refused(family, tmp_path):
+    """Vision-language models, other activations and norms, and factors of embeddings."""
+    hf_dir = make_tiny_vision_hf(tmp_path, family) if family == "qwen3_vl" else make_tiny_hf(tmp_path, family)
+    model = resolve(hf_dir)
+    assert dflash.why_not(model.family, with_drafter(model.config, "dflash"))
 
 
 def test_settings_in_config_json_are_kept():

@@ -26,12 +26,11 @@ class DFlashDrafter(nn.Module):
 
     Args:
         own_config: the drafter's own config.json, from `own_config` in `families/dflash.py`.
-        attention: unused, because this module calls torch's attention itself.
     """
 
     output_layer = None  # that of the trunk
 
-    def __init__(self, own_config: HfConfig, attention: str):
+    def __init__(self, own_config: HfConfig):
         super().__init__()
         config = Qwen3Config(**{key: own_config[key] for key in _SETTINGS})
         self.mask_token: int = own_config["dflash_config"]["mask_token_id"]
@@ -132,6 +131,6 @@ class DFlashCandidateGenerator(MtpCandidateGenerator):
         return ids, torch.stack(drawn_from, dim=1)
 
     def _rotary(self, states_BSH: torch.Tensor, start: int) -> Any:
-        """Return cosines and sines at the positions of states, of which the first is at `start`."""
+        """Return cosines and sines at the positions of states; the first state is at position `start`."""
         positions = torch.arange(start, start + states_BSH.shape[1], device=states_BSH.device)[None]
         return self._decoder.rotary_emb(states_BSH, positions)

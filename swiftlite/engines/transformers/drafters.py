@@ -16,12 +16,12 @@ from swiftlite.families.resolved import HfModel
 
 DRAFTERS: dict[str, Callable[[HfConfig, str], nn.Module]] = {
     eagle3.KIND: Eagle3Drafter,
-    dflash.KIND: DFlashDrafter,
+    dflash.KIND: lambda own_config, attention: DFlashDrafter(own_config),  # it calls torch's attention
 }
 """The modules of drafters other than MTP heads, built from their own config.json and the name of an implementation of
 attention."""
 GENERATORS: dict[str, type[MtpCandidateGenerator]] = {dflash.KIND: DFlashCandidateGenerator}
-"""The classes that draft; those that are not listed draft like MTP heads."""
+"""The classes that draft. Kinds that are not listed draft like MTP heads."""
 
 
 def load_drafter(model: HfModel, decoder: Any) -> nn.ModuleList:
