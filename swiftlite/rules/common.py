@@ -289,14 +289,24 @@ def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def problems_beside(
-    layout: ParallelLayout, architecture: Architecture | None, args: Any, facts: Facts
+    prefix: str, layout: ParallelLayout, architecture: Architecture | None, args: Any, facts: Facts
 ) -> Iterator[Problem]:
-    """Yield the problems of the layout of another model that the layout of the trained model does not have."""
+    """Yield the problems of the layout of another model that the layout of the trained model does not have.
+
+    Args:
+        prefix: prefix of the options for the sizes of this layout, such as "teacher".
+    """
+    sizes = [f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline")]
+    hint = "use " + " and ".join(f"--{prefix}_{size}" for size in sizes)
     own, num_ranks = layout_of(args), len(ranks_of(layout, facts.world_size))
     of_model = [*layout_problems(own, facts.architecture, 0), *process_problems(own, facts.world_size)]
     for problem in (*layout_problems(layout, architecture, 0), *process_problems(layout, num_ranks)):
-        if problem not in of_model:  # another rule reports those
-            yield problem
+        if problem in of_model:  # another rule reports those
+            continue
+        text, _ = problem  # other models have no further options, which the hint may name
+        for size in sizes:
+            text = text.replace(f"--{size}", f"--{prefix}_{size}")
+        yield text, hint
 
 
 def rows_have_a_supported_length(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -66,7 +66,7 @@ def test_good_options_pass(here, args, world_size):
         (replace(DPO, ref_model="plian"), "--ref_model plian config.json", "plain"),
         (
             replace(DPO, ref_pipeline_model_parallel_size=2),
-            "--pipeline_model_parallel_size 2 1",
+            "--ref_pipeline_model_parallel_size 2 1",
             "",
         ),
     ],

@@ -146,5 +146,5 @@ def test_a_teacher_with_another_vocabulary_is_named(options, teacher_dir, tmp_pa
 def test_layers_of_the_teacher_must_fit_the_stages(options, tmp_path):
     teacher = make_tiny_hf(tmp_path / "teacher", "qwen3", depth=0, with_tokenizer=True, num_hidden_layers=5)
     args = options(teacher_model=str(teacher), pipeline_model_parallel_size=2)
-    with pytest.raises(OptionError, match=naming("--teacher_model 5 --pipeline_model_parallel_size")):
+    with pytest.raises(OptionError, match=naming("--teacher_model 5 --teacher_pipeline_model_parallel_size")):
         rules.check(args, 2)

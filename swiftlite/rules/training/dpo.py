@@ -61,11 +61,8 @@ def reference_problems(layout: ParallelLayout, args: DpoArgs | GrpoArgs, facts: 
     config = facts.hf_config
     if args.ref_model:
         _, config = facts.described("ref_model")
-    for problem, hint in common.problems_beside(layout, known_architecture(config), args, facts):
-        yield (
-            f"the reference model: {problem}",
-            hint or "use --ref_tensor_model_parallel_size and --ref_pipeline_model_parallel_size",
-        )
+    for problem, hint in common.problems_beside("ref", layout, known_architecture(config), args, facts):
+        yield f"the reference model: {problem}", hint
 
 
 def without_reference(args: DpoArgs) -> dict[str, tuple[bool, str]]:

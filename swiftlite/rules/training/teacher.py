@@ -38,8 +38,6 @@ def teacher_fits_the_layout(args: GkdArgs | GrpoArgs, facts: Facts) -> Iterator[
     if args.teacher_model is None or out_of_bounds(args):
         return
     architecture = known_architecture(facts.described("teacher_model")[1])
-    for problem, hint in common.problems_beside(teacher_layout(args, architecture), architecture, args, facts):
-        yield (
-            f"--teacher_model {args.teacher_model}: {problem}",
-            hint or "use --teacher_tensor_model_parallel_size and --teacher_pipeline_model_parallel_size",
-        )
+    layout = teacher_layout(args, architecture)
+    for problem, hint in common.problems_beside("teacher", layout, architecture, args, facts):
+        yield f"--teacher_model {args.teacher_model}: {problem}", hint
