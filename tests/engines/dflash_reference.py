@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
-from tests.engines.reference import Reference, stack_experts
+from tests.engines.drafter_reference import DrafterReference, rotated
+from tests.engines.reference import stack_experts
 from tests.tiny import embedded, logits_of, make_tiny_model
 
 MASK = 127
@@ -51,7 +51,7 @@ def random_tensors(
     return tensors | ones
 
 
-class DFlashReference(Reference):
+class DFlashReference(DrafterReference):
     """A trunk of transformers with a DFlash drafter.
 
     Args:
@@ -60,15 +60,8 @@ class DFlashReference(Reference):
     """
 
     def __init__(self, trunk: Any, family: str, tensors: dict[str, torch.Tensor], features: list[int]):
-        nn.Module.__init__(self)
-        self.trunk, self.family, self.depth = trunk, family, 1
-        self.features, self.draft_vocab = features, []
+        super().__init__(trunk, family, tensors, features)
         self.num_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
-        trunk.set_experts_implementation("eager")
-        self.own = nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in tensors.items()})
-        output_norm = nn.Module()
-        output_norm.weight = self.own["norm/weight"]
-        self.heads = nn.ModuleList([nn.ModuleDict({"output_norm": output_norm})])
 
     @classmethod
     def of(cls, trunk: Any, family: str, features: list[int], layers: int) -> "DFlashReference":
@@ -87,17 +80,9 @@ class DFlashReference(Reference):
         trunk.tie_weights()
         return cls(trunk, family, {name: tensors[name] for name in own}, config["drafter"]["feature_layers"]).eval()
 
-    def mtp_tensors(self) -> dict[str, torch.Tensor]:
-        return {name.replace("/", "."): tensor.detach().contiguous() for name, tensor in self.own.items()}
-
     def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the context, and the states after the final norm, each [B, S, H]."""
-        seen: list[torch.Tensor] = []
-        layers = [self.trunk.model.layers[number] for number in self.features]
-        handles = [layer.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in layers]
-        after = self.trunk.model(ids_BS, use_cache=False).last_hidden_state
-        for handle in handles:
-            handle.remove()
+        seen, after = self.features_of(ids_BS)
         return self._normed(self._mapped(torch.cat(seen, dim=-1), "fc"), "hidden_norm"), after
 
     def block_states(self, context_BSH: torch.Tensor, anchor_BS: torch.Tensor, num_drafts: int) -> torch.Tensor:
@@ -125,10 +110,10 @@ class DFlashReference(Reference):
     ) -> torch.Tensor:
         of_context, of_block = rotary
         inner = self._normed(states, f"{name}.input_layernorm")
-        query = _rotated(self._heads(inner, f"{name}.self_attn.q"), *of_block)
+        query = rotated(self._heads(inner, f"{name}.self_attn.q"), *of_block)
         keys = [
-            _rotated(self._heads(context, f"{name}.self_attn.k"), *of_context),
-            _rotated(self._heads(inner, f"{name}.self_attn.k"), *of_block),
+            rotated(self._heads(context, f"{name}.self_attn.k"), *of_context),
+            rotated(self._heads(inner, f"{name}.self_attn.k"), *of_block),
         ]
         values = [self._heads(each, f"{name}.self_attn.v") for each in (context, inner)]
         per_key = self.trunk.config.num_attention_heads // keys[0].size(1)
@@ -168,19 +153,6 @@ class DFlashReference(Reference):
             drafted = torch.tensor(self.draft_vocab)
             logits = torch.full_like(logits, -torch.inf).index_copy(-1, drafted, logits[..., drafted])
         return logits
-
-    def _mapped(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(hidden, self.own[f"{name}.weight".replace(".", "/")])
-
-    def _normed(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
-        epsilon = self.trunk.config.rms_norm_eps
-        normed = hidden * (hidden.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
-        return normed * self.own[f"{name}.weight".replace(".", "/")]
-
-
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
 def declare(directory: Path, features: list[int], layers: int = 1) -> Path:

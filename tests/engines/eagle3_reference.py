@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
-from tests.engines.reference import Reference, stack_experts
+from tests.engines.drafter_reference import DrafterReference, rotated
+from tests.engines.reference import stack_experts
 from tests.tiny import embedded, make_tiny_model
 
 VERSIONS: dict[str, dict[str, bool]] = {
@@ -45,7 +45,7 @@ def random_tensors(
     return {f"{name}.weight": (len(shape) == 1) + torch.randn(shape) * std for name, shape in shapes.items()}
 
 
-class Eagle3Reference(Reference):
+class Eagle3Reference(DrafterReference):
     """A trunk of transformers with an EAGLE-3 drafter.
 
     Args:
@@ -54,14 +54,8 @@ class Eagle3Reference(Reference):
     """
 
     def __init__(self, trunk: Any, family: str, tensors: dict[str, torch.Tensor], features: list[int], version: str):
-        nn.Module.__init__(self)
-        self.trunk, self.family, self.depth = trunk, family, 1
-        self.features, self.version, self.draft_vocab = features, version, []
-        trunk.set_experts_implementation("eager")
-        self.own = nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in tensors.items()})
-        output_norm = nn.Module()
-        output_norm.weight = self.own["norm/weight"]
-        self.heads = nn.ModuleList([nn.ModuleDict({"output_norm": output_norm})])
+        super().__init__(trunk, family, tensors, features)
+        self.version = version
 
     @classmethod
     def of(cls, trunk: Any, family: str, features: list[int], version: str) -> "Eagle3Reference":
@@ -82,17 +76,9 @@ class Eagle3Reference(Reference):
         version = "3.1" if drafter["fc_norm"] else "3.0"
         return cls(trunk, family, {name: tensors[name] for name in own}, drafter["feature_layers"], version).eval()
 
-    def mtp_tensors(self) -> dict[str, torch.Tensor]:
-        return {name.replace("/", "."): tensor.detach().contiguous() for name, tensor in self.own.items()}
-
     def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the fused features, and the states after the final norm, each [B, S, H]."""
-        seen: list[torch.Tensor] = []
-        layers = [self.trunk.model.layers[number] for number in self.features]
-        handles = [layer.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in layers]
-        after = self.trunk.model(ids_BS, use_cache=False).last_hidden_state
-        for handle in handles:
-            handle.remove()
+        seen, after = self.features_of(ids_BS)
         if VERSIONS[self.version]["fc_norm"]:
             seen = [self._normed(feature, f"fc_norm.{number}") for number, feature in enumerate(seen)]
         return self._mapped(torch.cat(seen, dim=-1), "fc"), after
@@ -114,25 +100,12 @@ class Eagle3Reference(Reference):
             self._mapped(pair_BSH, f"midlayer.self_attn.{name}_proj").unflatten(-1, (-1, cos.size(-1))).transpose(1, 2)
             for name in "qkv"
         )
-        query, key = (_rotated(each, cos, sin) for each in (query, key))
+        query, key = (rotated(each, cos, sin) for each in (query, key))
         key, value = (each.repeat_interleave(heads // each.size(1), dim=1) for each in (key, value))
         scores = query @ key.transpose(-1, -2) / cos.size(-1) ** 0.5
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         out = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
         return self._mapped(out.transpose(1, 2).flatten(2), "midlayer.self_attn.o_proj")
-
-    def _mapped(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(hidden, self.own[f"{name}.weight".replace(".", "/")])
-
-    def _normed(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
-        epsilon = self.trunk.config.rms_norm_eps
-        normed = hidden * (hidden.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
-        return normed * self.own[f"{name}.weight".replace(".", "/")]
-
-
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
 def declare(directory: Path, version: str, features: list[int]) -> Path:

@@ -2,31 +2,28 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from swiftlite.args.fields import RecomputeArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.rows import shapes_of
-from swiftlite.data.batch import collate_packed
 from swiftlite.families import dflash
 from swiftlite.families.drafters import with_drafter
 from swiftlite.families.resolved import resolve
-from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.open import open_model
 from tests.engines.dflash_reference import DFlashReference, add_drafter, declare
 from tests.messages import naming
-from tests.model.test_eagle3 import IDS, logits_of, sum_of
-from tests.model.test_unroll import make_samples
+from tests.model.test_eagle3 import IDS, STEPS, check_packed_row, check_recomputation, logits_of, sum_of
 from tests.tiny import logits_of as output_of
 from tests.tiny import make_tiny_hf, make_tiny_vision_hf
 
-DRAFTS = 3
+DRAFTS = STEPS
 FEATURES = [1, 2, 3]
 
 
@@ -108,32 +105,11 @@ def test_another_layer_is_noticed(tmp_path, mesh):
 
 
 def test_a_packed_row_is_its_sequences(tmp_path, mesh):
-    model, samples = load(make(tmp_path), mesh), make_samples()
-    batch = collate_packed(samples, 0, num_drafts=DRAFTS)
-    assert batch.cu_seqlens is not None
-    packing = describe_packed(batch.cu_seqlens)
-    packed = model(ModelInputs(batch.tokens_KBS[0], batch.position_ids_BS, packed_seq_params=packing))
-    for sample, start in zip(samples, batch.cu_seqlens.tolist(), strict=False):
-        length = len(sample.input_ids)
-        ids_BS = torch.from_numpy(sample.input_ids).long()[None]
-        alone = model(ModelInputs(ids_BS, torch.arange(length)[None]))
-        for step in range(DRAFTS):
-            known = length - step - 1
-            wanted = alone.mtp[step][0, :known]
-            found = packed.mtp[step][0, start : start + known]
-            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+    check_packed_row(load(make(tmp_path), mesh))
 
 
 def test_recomputation_changes_no_bit(tmp_path, mesh):
-    directory = make(tmp_path)
-    results = []
-    for granularity in ("none", "full"):
-        model = load(directory, mesh, recompute=RecomputeArgs(recompute_granularity=granularity)).train()
-        sum_of(logits_of(model)).backward()
-        results.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-    plain, recomputed = results
-    assert plain.keys() == recomputed.keys()
-    assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
+    check_recomputation(partial(load, make(tmp_path), mesh))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -1,7 +1,9 @@
 """Test EAGLE-3 drafters against an implementation in plain torch (`tests/engines/eagle3_reference.py`)."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,8 +107,9 @@ def test_another_layer_is_noticed(features, tmp_path, mesh):
             load(declare(directory, "3.1", features), mesh)
 
 
-def test_a_packed_row_is_its_sequences(tmp_path, mesh):
-    model, samples = load(make(tmp_path), mesh), make_samples()
+def check_packed_row(model: GPTModel) -> None:
+    """Compare the logits of a packed row with those of its sequences."""
+    samples = make_samples()
     batch = collate_packed(samples, 0, num_drafts=STEPS)
     assert batch.cu_seqlens is not None
     packing = describe_packed(batch.cu_seqlens)
@@ -122,16 +125,24 @@ def test_a_packed_row_is_its_sequences(tmp_path, mesh):
             torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
 
 
-def test_recomputation_changes_no_bit(tmp_path, mesh):
-    directory = make(tmp_path)
+def check_recomputation(load: Callable[..., GPTModel]) -> None:
+    """Compare gradients with and without recomputation, bit by bit."""
     results = []
     for granularity in ("none", "full"):
-        model = load(directory, mesh, recompute=RecomputeArgs(recompute_granularity=granularity)).train()
+        model = load(recompute=RecomputeArgs(recompute_granularity=granularity)).train()
         sum_of(logits_of(model)).backward()
         results.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
     plain, recomputed = results
     assert plain.keys() == recomputed.keys()
     assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
+
+
+def test_a_packed_row_is_its_sequences(tmp_path, mesh):
+    check_packed_row(load(make(tmp_path), mesh))
+
+
+def test_recomputation_changes_no_bit(tmp_path, mesh):
+    check_recomputation(partial(load, make(tmp_path), mesh))
 
 
 def test_names_are_those_of_published_files(tmp_path, mesh):
