@@ -37,7 +37,8 @@ def write_drafted(directory: Path, family: str, layers: int) -> list[list[int]]:
 
 
 TRUNKS = [family for family in VLLM_TRUNKS if family != "granite"]  # whose embeddings have a factor
-CASES: list[Any] = [(family, 1, 3) for family in TRUNKS] + [("llama", 2, 3), ("llama", 1, 1), ("qwen3", 2, 2)]
+# With one layer, tiny drafters of mistral, phi3 and smollm3 do not learn three drafts.
+CASES: list[Any] = [(family, 2, 3) for family in TRUNKS] + [("llama", 1, 1), ("qwen3", 1, 2)]
 
 
 @pytest.mark.engine
