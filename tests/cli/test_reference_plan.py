@@ -49,7 +49,7 @@ def test_ranks_that_the_reference_leaves_out(capsys, model):  # noqa: F811
     [
         (
             {"loss_type": "ipo", "ref_pipeline_model_parallel_size": 2, "num_gpus": 1},
-            "--pipeline_model_parallel_size 2 1",
+            "--ref_pipeline_model_parallel_size 2 1",
         ),
         ({"loss_type": "ipo", "ref_model": "nowhere"}, "--ref_model nowhere config.json"),
         ({"loss_type": "ipo", "mtp_mode": "heads_only"}, "megatron dpo --mtp_mode heads_only"),

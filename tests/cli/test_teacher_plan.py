@@ -75,5 +75,5 @@ def test_layers_of_the_teacher_must_fit_the_stages(model, tmp_path):  # noqa: F8
     teacher.mkdir()
     (teacher / "config.json").write_text(json.dumps(config))
     args = planned(model=model, teacher_model=str(teacher), pipeline_model_parallel_size=2)
-    with pytest.raises(OptionError, match=naming("--teacher_model --pipeline_model_parallel_size")):
+    with pytest.raises(OptionError, match=naming("--teacher_model --teacher_pipeline_model_parallel_size")):
         rules.check(args)

@@ -484,7 +484,7 @@ def test_named_rewards_are_checked_with_the_options_of_the_run(options):
             {"sync_ref_model": True, "beta": 0.1, "ref_pipeline_model_parallel_size": 1},
             "--sync_ref_model --ref_pipeline_model_parallel_size 1",
         ),
-        ({"beta": 0.1, "ref_tensor_model_parallel_size": 2}, "reference --tensor_model_parallel_size 2"),
+        ({"beta": 0.1, "ref_tensor_model_parallel_size": 2}, "reference --ref_tensor_model_parallel_size 2"),
         ({"reward_server": ["a:8001"], "reward_weights": []}, "--reward_server a:8001 http://HOST:PORT"),
         ({"reward_server": ["http://a:1"] * 2, "reward_weights": []}, "--reward_server http://a:1"),
         ({"mtp_mode": "heads_only"}, "--mtp_mode heads_only"),
