@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 BENCH_SHARE = 0.3
-"""Share of the budget that is reserved for `bench`."""
+"""Share of the budget that is reserved for `bench`, up to `MAX_RESERVED`."""
+MAX_RESERVED = 480.0
+"""Maximum of seconds that are reserved for `bench`. Within an hour it took four minutes with SmolLM2-135M-Instruct on two
+cores; longer measurements only add requests."""
 FIRST_ROUND_SHARE = 0.45
 """Share of the budget that is left after the preparation, for the answers and the training of the first round, without
 the starts of programs."""
@@ -30,7 +33,7 @@ MEASURED_SHARE = 0.7
 """Ratio of the seconds that `bench` is given to those that it may take. It completes the requests that it started."""
 MIN_BENCH = 60.0
 """Minimum of seconds for the measurements of `bench`."""
-LARGEST_GROWTH = 8
+LARGEST_GROWTH = 16
 """Maximum ratio of the prompts of a round to those of the previous one. Times cannot be extrapolated to much larger
 rounds."""
 SMALLEST_GROWTH = 0.5
@@ -53,6 +56,11 @@ class RoundTimes:
     answers: float
     training: float
     fixed: float
+
+
+def reserved_for_bench(budget: float) -> float:
+    """Return the seconds of the budget that rounds leave for `bench`."""
+    return min(BENCH_SHARE * budget, MAX_RESERVED)
 
 
 def bench_rounds(budget: float) -> int:
@@ -132,7 +140,7 @@ def next_round(budget: float, spent: float, rounds: Sequence[RoundTimes], larges
     """
     last = rounds[-1]
     total = sum(each.prompts for each in rounds)
-    remainder = (1 - BENCH_SHARE) * budget - spent - last.fixed
+    remainder = budget - reserved_for_bench(budget) - spent - last.fixed
     prompts = (remainder - last.training) / (last.answers / last.prompts + last.training / total)
     if largest is not None:
         prompts = min(prompts, largest)

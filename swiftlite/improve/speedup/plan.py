@@ -102,6 +102,9 @@ class Commands:
         words = ["megatron", "sft", *self._model(self.path_of(base)), "--dataset", *rows]
         words += ["--val_dataset", str(self.directory / HELD_OUT), "--mtp_mode", "heads_only"]
         words += "--mtp_loss nla --packing true --max_length 1024 --global_batch_size 1".split()
+        if not self.args.dataset:
+            # The model wrote the prompts as well, so heads also learn from them.
+            words += ["--loss_scale", "all"]
         if only_fits(rounds, base):
             words += ["--train_iters", "0"]
         else:

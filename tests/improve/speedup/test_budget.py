@@ -3,13 +3,14 @@
 import pytest
 
 from swiftlite.improve.speedup.budget import (
-    BENCH_SHARE,
+    MAX_RESERVED,
     SMALLEST_ROUND,
     RoundTimes,
     bench_rounds,
     bench_seconds,
     first_round,
     next_round,
+    reserved_for_bench,
     seconds_per_prompt,
 )
 from swiftlite.improve.speedup.held_out import MIN_ROWS
@@ -50,13 +51,13 @@ def test_bench_takes_the_rest_of_the_budget():
 def test_a_round_uses_the_rest_and_leaves_the_share_of_bench(rounds):
     budget, spent = 2000.0, 170.0
     prompts = next_round(budget, spent, rounds)
-    rest = (1 - BENCH_SHARE) * budget - spent
+    rest = budget - reserved_for_bench(budget) - spent
     assert time_of(prompts, rounds) <= rest < time_of(prompts + 1, rounds)
 
 
 def test_no_round_that_is_not_worth_its_fixed_costs():
     # 49 prompts would fit.
-    budget = (170 + time_of(49, [FIRST])) / (1 - BENCH_SHARE)
+    budget = (170 + time_of(49, [FIRST])) / 0.7
     assert next_round(budget, 170, [FIRST]) == 0
     assert next_round(budget * 1.05, 170, [FIRST]) >= 50
     assert next_round(100, 170, [FIRST]) == 0
@@ -70,7 +71,12 @@ def test_a_round_is_not_larger_than_the_rows():
 
 
 def test_growth_is_limited():
-    assert next_round(1e6, 170, [FIRST]) == 800
+    assert next_round(1e6, 170, [FIRST]) == 1600
+
+
+def test_the_reserve_for_bench_is_limited():
+    assert reserved_for_bench(600) == pytest.approx(180)
+    assert reserved_for_bench(3600) == reserved_for_bench(36000) == MAX_RESERVED
 
 
 def test_a_small_budget_measures_once():
