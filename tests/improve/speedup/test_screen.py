@@ -31,6 +31,7 @@ def measured(tokens_per_second: float) -> dict:
 
 
 BENCH = {
+    "options": {"torch_dtype": "bfloat16"},
     "prompts": 16,
     "servers": [
         {"num_speculative_tokens": 0, "measured": [measured(30.0), measured(90.0)]},
@@ -51,7 +52,8 @@ def test_everything_is_said():
     text = "\n".join(lines)
     assert has_line(lines[0], "1 1.40x 42.0 30.6 15 of 16")
     assert has_line(lines[1], "1.50 20 of 50 40.0%")
-    assert has_line(lines[2], "16 1.00x drafts are slower")
+    assert has_line(lines[2], "bfloat16 --torch_dtype float32")
+    assert has_line(lines[3], "16 1.00x drafts are slower")
     assert has_line(text, "30.6 1.20x 1.40x 2")
     assert has_line(text, "91.8 0.90x 0.80x 0")
     assert has_line(text, "round-1 30.0% 10.0%")
@@ -59,6 +61,13 @@ def test_everything_is_said():
     assert has_line(text, "code 50.0% 25.0%")
     assert has_line(text, "swiftlite deploy --num_speculative_tokens 2")
     assert has_line(text, "2 minutes --budget")
+
+
+def test_rounding_is_named_only_where_it_can_be_the_cause():
+    bench = BENCH | {"options": {"torch_dtype": "float32"}}
+    text = "\n".join(final_lines(PROGRESS, "round-2", bench, {"all": [0.5, 0.25]}))
+    assert has_line(text, "15 of 16")
+    assert not has_line(text, "--torch_dtype")
 
 
 @pytest.mark.parametrize(("speed", "ratio", "is_fastest"), [(57.0, 1.05, True), (40.0, 1.1, True), (40.0, 1.04, False)])
