@@ -18,6 +18,7 @@ from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.engines.quantization import quantization_of, quantization_words
 from swiftlite.export.provenance import Provenance
 from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.write import draft_file_of
 from swiftlite.hub.name import HubName
 
 
@@ -225,6 +226,15 @@ def _serving_gguf(repository: str, file: str, heads: Heads) -> list[str]:
     lines = ["## Serving", "", f"    hf download {repository} {file} --local-dir ."]
     if not heads.layers:
         return [*lines, f"    llama-server -m {file}"]
+    if heads.kind != MTP:
+        draft = draft_file_of(Path(file)).name
+        return [
+            lines[0],
+            "",
+            f"    hf download {repository} {file} {draft} --local-dir .",
+            f"    llama-server -m {file} --model-draft {draft} --spec-type draft-{heads.kind} "
+            f"--spec-draft-n-max {heads.drafts}",
+        ]
     return [
         *lines,
         f"    llama-server -m {file} --spec-type draft-mtp --spec-draft-n-max {heads.drafts}",

@@ -15,10 +15,11 @@ from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.served_model import require_heads
 from swiftlite.families.resolved import HfModel
+from swiftlite.families.serving.llamacpp import KINDS
 from swiftlite.gguf.tokenizer import other_tokens
-from swiftlite.gguf.types import QUANTIZER, WRITTEN_TYPES, quantizer
+from swiftlite.gguf.types import FINE_TYPES, QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.gguf.verify import differences
-from swiftlite.gguf.write import write_gguf
+from swiftlite.gguf.write import draft_file_of, has_draft_file, write_draft_gguf, write_gguf
 
 MAX_PROMPTS = 16
 """Maximum number of rows of --val_dataset that are compared and answered."""
@@ -26,14 +27,14 @@ MAX_NEW_TOKENS = 64
 
 
 def export_gguf(args: ExportArgs, model: HfModel, directory: Path) -> Path:
-    """Write a GGUF file to a directory and return its path.
+    """Write a GGUF file to a directory and return its path. A drafter other than MTP heads is in a second file.
 
     Raises:
         UserError: llama.cpp does not support the model, the file differs from the model, llama.cpp reads the file
             differently, or fewer drafts are accepted than --min_acceptance.
     """
     if model.heads.layers:
-        require_heads(model)
+        require_heads(model, KINDS)
     gguf_type = args.gguf_type or "bf16"
     file = directory / f"{Path(args.output_dir).resolve().name}-{gguf_type}.gguf"
     if gguf_type in WRITTEN_TYPES:
@@ -41,6 +42,9 @@ def export_gguf(args: ExportArgs, model: HfModel, directory: Path) -> Path:
         _check_numbers(model, file, gguf_type)
     else:
         _quantize(model, file, gguf_type)
+    if has_draft_file(model):
+        # At least q8_0, like heads in the file of their trunk.
+        write_draft_gguf(model, draft_file_of(file), FINE_TYPES.get(gguf_type, "q8_0"))
     for texts in other_tokens(model.directory):
         logger.warning("llama.cpp has other tokens than the HF tokenizer for texts with %s", texts)
     _check_with_server(args, model, file)

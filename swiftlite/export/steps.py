@@ -213,7 +213,7 @@ def write_card(export: Export) -> None:
     quality: dict[str, Any] | None = None
     gguf_file = ""
     if args.to_gguf:
-        gguf_file = next(export.result.glob("*.gguf")).name
+        gguf_file = min(export.result.glob("*.gguf"), key=lambda path: len(path.name)).name  # not that of a drafter
     else:
         quality = read_quality(resolve(export.result), args.quant_method)
     card = model_card(

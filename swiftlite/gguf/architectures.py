@@ -4,19 +4,23 @@ A GGUF file names an architecture, which is a computation with some options. lla
 architectures only. Dense families other than Qwen3.5 use one of these whose options include their computation: a
 `glm4moe` whose trunk has only dense layers. In its head, the MLP is stored as shared experts, next to a routed expert
 of zeros that every token selects.
+
+The trunk of another kind of drafter, which is a file of its own (`drafters.py`), has the architecture of published
+files (`TRUNKS`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.base.errors import UserError
+from swiftlite.base.errors import UserError, clip
+from swiftlite.base.heads import MTP
 from swiftlite.families import dense
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
-from swiftlite.families.serving.llamacpp import ARCHITECTURES
+from swiftlite.families.serving.llamacpp import ARCHITECTURES, TRUNKS
 from swiftlite.gguf.tensors import IDLE_EXPERT, Conversion, Naming, conversions
 
 HfConfig = Mapping[str, Any]
@@ -170,6 +174,10 @@ def _qwen35(family: Family, hf_config: HfConfig) -> Metadata:
     return _hybrid(family, hf_config) | {"rope.dimension_sections": [*sections, 0]}
 
 
+def _no_more(family: Family, hf_config: HfConfig) -> Metadata:
+    return {}
+
+
 RECORDS = (
     GgufArchitecture("glm4moe", Naming(_POST_NORM, idle_expert=True), _glm4moe),
     GgufArchitecture("hy_v3", Naming(_BIAS, idle_shared=True), _hy_v3),
@@ -177,29 +185,54 @@ RECORDS = (
     GgufArchitecture("qwen3next", Naming(_POST_NORM, joins_decays=True), _hybrid),
     GgufArchitecture("qwen35", Naming(_POST_NORM, tiles_values=True), _qwen35),
     GgufArchitecture("qwen35moe", Naming(_POST_NORM, tiles_values=True), _qwen35),
+    GgufArchitecture("llama", Naming(pairs_channels=True), _no_more),
+    GgufArchitecture("qwen3", Naming(), _no_more),
 )
 
 
-def architecture_of(family: Family) -> GgufArchitecture:
+def architecture_of(family: Family, kind: str = MTP) -> GgufArchitecture:
     """Return the architecture of llama.cpp that runs a family.
 
+    Args:
+        kind: kind of the drafter.
+
     Raises:
-        UserError: llama.cpp does not run the family.
+        UserError: llama.cpp does not run the family, or not with this kind of drafter.
     """
-    name = ARCHITECTURES.get(family.name)
+    supported = ARCHITECTURES if kind == MTP else TRUNKS
+    name = supported.get(family.name)
     if name is None:
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise UserError(f"GGUF files are not supported for {family.name}", f"supported families: {supported}")
-    return next(record for record in RECORDS if record.name == name)
+        with_drafter = "" if kind == MTP else f" with the drafter {kind!r}"
+        raise UserError(
+            f"GGUF files are not supported for {family.name}{with_drafter}",
+            f"supported families: {', '.join(sorted(supported))}",
+        )
+    return architecture_named(name)
 
 
-def metadata_of(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
+def architecture_named(name: str) -> GgufArchitecture:
+    """Return the architecture with a name.
+
+    Raises:
+        UserError: it is unknown.
+    """
+    for record in RECORDS:
+        if record.name == name:
+            return record
+    raise UserError(f"general.architecture {clip(repr(name), 80)} is unknown", "write the file again")
+
+
+def metadata_of(family: Family, hf_config: HfConfig, heads: int, kind: str = MTP) -> Metadata:
     """Return the metadata of a model, without those of the tokenizer.
+
+    Args:
+        heads: number of MTP heads.
+        kind: kind of the drafter.
 
     Raises:
         UserError: llama.cpp does not support a setting of config.json.
     """
-    architecture = architecture_of(family)
+    architecture = architecture_of(family, kind)
     if problems := list(_problems(family, hf_config, heads)):
         raise UserError(f"llama.cpp does not support this {family.name} model:\n  " + "\n  ".join(problems))
     layers = hf_config["num_hidden_layers"]
@@ -223,16 +256,20 @@ def metadata_of(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
         }
     if heads:
         metadata["nextn_predict_layers"] = heads
-    metadata |= _rope_scaling(hf_config) | architecture.metadata(family, hf_config)
+    metadata |= rope_scaling(hf_config) | architecture.metadata(family, hf_config)
     if recurrent := metadata.get("attention.recurrent_layers"):
         metadata["attention.recurrent_layers"] = [*recurrent, *[False] * heads]
     named = {f"{architecture.name}.{key}": value for key, value in metadata.items()}
     return {"general.architecture": architecture.name, **named}
 
 
-def conversions_of(family: Family, hf_config: HfConfig, heads: int) -> list[Conversion]:
-    """Return all tensors of a model as Hugging Face and as GGUF tensors."""
-    return conversions(family, hf_config, heads, architecture_of(family).naming)
+def conversions_of(family: Family, hf_config: HfConfig, heads: int, architecture: GgufArchitecture) -> list[Conversion]:
+    """Return all tensors of a model as Hugging Face and as GGUF tensors.
+
+    Args:
+        heads: number of MTP heads.
+    """
+    return conversions(family, hf_config, heads, architecture.naming)
 
 
 def _problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
@@ -252,7 +289,8 @@ def _problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
         yield "truncate false of rotary embeddings"
 
 
-def _rope_scaling(hf_config: HfConfig) -> Metadata:
+def rope_scaling(hf_config: HfConfig) -> Metadata:
+    """Return the keys, without the name of the architecture, of scaled rotary embeddings."""
     rope = dense.rope_parameters(hf_config)
     kind = rope.get("rope_type", "default")
     if kind == "default":

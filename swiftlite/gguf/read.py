@@ -23,7 +23,7 @@ from swiftlite.bridge.tensors import ShardedFiles
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.linear_attention import GatedDeltaNet
-from swiftlite.gguf.architectures import conversions_of
+from swiftlite.gguf.architectures import architecture_named, conversions_of
 from swiftlite.gguf.foreign import (
     Metadata,
     config_of,
@@ -122,7 +122,8 @@ class GgufFile:
 
     @cached_property
     def _plan(self) -> list[Conversion]:
-        return conversions_of(self.family, self.config, self.heads)
+        architecture = architecture_named(str(self._text("general.architecture")))
+        return conversions_of(self.family, self.config, self.heads, architecture)
 
     @cached_property
     def _stored(self) -> "dict[str, ReaderTensor]":

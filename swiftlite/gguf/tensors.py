@@ -14,7 +14,7 @@ from typing import Any
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
-from swiftlite.families.attention import LatentAttention
+from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.layer import Layer
 from swiftlite.families.linear_attention import GatedDeltaNet
@@ -116,6 +116,7 @@ class Naming:
         idle_shared: whether a mixture without shared experts gets a shared expert of zeros.
         tiles_values: whether the values of a gated delta net are ordered by their number in the group, then by group.
         joins_decays: whether the projections of beta and decay are one tensor.
+        pairs_channels: whether the two channels that a rotation mixes are next to each other in queries and keys.
     """
 
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class Naming:
     idle_shared: bool = False
     tiles_values: bool = False
     joins_decays: bool = False
+    pairs_channels: bool = False
 
 
 def conversions(family: Family, hf_config: HfConfig, heads: int, naming: Naming) -> list[Conversion]:
@@ -139,7 +141,8 @@ def conversions(family: Family, hf_config: HfConfig, heads: int, naming: Naming)
     for row in architecture.outside.rows():
         found.append(_plain(row, _MODEL[row.mcore], "", family))
     for number, layer in enumerate(architecture.layers):
-        found += _layer(architecture.layer_rows(number), f"decoder.layers.{number}.", number, layer, family, naming)
+        rows = architecture.layer_rows(number)
+        found += layer_conversions(rows, f"decoder.layers.{number}.", number, layer, family, naming)
     for head in range(heads):
         number = architecture.outside.num_layers + head
         prefix = f"mtp.layers.{head}."
@@ -152,7 +155,7 @@ def conversions(family: Family, hf_config: HfConfig, heads: int, naming: Naming)
         if naming.idle_expert and isinstance(layer.mlp, Mlp):
             found += _dense_as_shared(block, inside, number, layer, family, naming)
         else:
-            found += _layer(block, inside, number, layer, family, naming)
+            found += layer_conversions(block, inside, number, layer, family, naming)
     return found
 
 
@@ -161,9 +164,16 @@ def is_always_float32(gguf_name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 1 or gguf_name.endswith(_ALWAYS_FLOAT32)
 
 
-def _layer(
+def layer_conversions(
     rows: Sequence[Row], prefix: str, number: int, layer: Layer, family: Family, naming: Naming
 ) -> Iterator[Conversion]:
+    """Yield the conversions of a decoder layer.
+
+    Args:
+        rows: bridge rows of the layer.
+        prefix: start of their Megatron names.
+        number: number of the layer in the file.
+    """
     experts: dict[str, list[Row]] = {}
     begin = f"blk.{number}."
     for row in rows:
@@ -176,6 +186,8 @@ def _layer(
             attention = layer.attention
             split = SplitKeysAndValues(attention.heads, attention.qk_nope_head_dim, attention.v_head_dim)
             yield Conversion(tuple(row.hf), _prefixed(begin, _LAYER[name]), split)
+        elif naming.pairs_channels and name.startswith("self_attention.linear_qkv."):
+            yield Conversion(tuple(row.hf), _prefixed(begin, _LAYER[name]), _paired(row, layer))
         else:
             yield _plain(row, _names(name, naming), begin, family)
     for name, expert_rows in experts.items():
@@ -226,6 +238,23 @@ def _plain(row: Row, gguf: tuple[str, ...], begin: str, family: Family) -> Conve
 
 def _prefixed(begin: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(begin + name for name in names)
+
+
+def _paired(row: Row, layer: Layer) -> Reorder:
+    """Return the transform of queries, keys and values whose rotary channels are paired.
+
+    Hugging Face rotates channel c of a head with channel c + D / 2. For example, the channels of a head with D = 4 are
+    0 1 2 3; in pairs, they are 0 2 1 3.
+    """
+    assert isinstance(layer.attention, GroupedQueryAttention)
+    half, order = layer.attention.head_dim // 2, list[int]()
+    lengths = tuple(shape[0] for shape in row.hf.values())
+    of_queries, of_keys, of_values = lengths
+    for start in range(0, of_queries + of_keys, 2 * half):
+        for channel in range(start, start + half):
+            order += (channel, channel + half)
+    order += range(of_queries + of_keys, of_queries + of_keys + of_values)
+    return Reorder(0, tuple(order), lengths, lengths)
 
 
 def _swapped(length: int, axis: int) -> Reorder:

@@ -11,10 +11,12 @@ import numpy
 import torch
 
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import KEYS, MTP
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.families.resolved import HfModel
-from swiftlite.gguf.architectures import conversions_of, metadata_of
+from swiftlite.gguf.architectures import architecture_of, conversions_of, metadata_of
+from swiftlite.gguf.drafters import draft_conversions_of, draft_metadata_of
 from swiftlite.gguf.general import add_description
 from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
 from swiftlite.gguf.tensors import Conversion, is_always_float32
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
-    """Write a GGUF file of a model with its MTP heads.
+    """Write a GGUF file of a model with its MTP heads, or of its trunk if it has another kind of drafter.
 
     Matrices have the type `gguf_type`, except that a quantized type leaves the decoder layer of the heads at q8_0, and
     matrices whose rows do not consist of whole blocks at bfloat16. Vectors, routers and convolutions are float32.
@@ -35,28 +37,63 @@ def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
     Raises:
         UserError: llama.cpp does not support the model, or a tensor has no place in the file.
     """
+    kind, heads = model.heads.kind, model.heads.layers
+    if kind != MTP:
+        heads = 0
+    metadata = metadata_of(model.family, model.config, heads, kind)
+    plan = conversions_of(model.family, model.config, heads, architecture_of(model.family, kind))
+    elsewhere = draft_conversions_of(model.family, model.config) if has_draft_file(model) else []
+    with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
+        _check_all_used(model, checkpoint, [*plan, *elsewhere])
+        metadata |= _source(model, checkpoint, plan)
+        _write(model, checkpoint, file, gguf_type, metadata, plan)
+
+
+def write_draft_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
+    """Write a GGUF file of a model's drafter, if `has_draft_file`. Matrices have the type `gguf_type`.
+
+    Raises:
+        UserError: llama.cpp does not support the drafter.
+    """
+    metadata, plan = draft_metadata_of(model.family, model.config), draft_conversions_of(model.family, model.config)
+    with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
+        _write(model, checkpoint, file, gguf_type, metadata, plan)
+
+
+def has_draft_file(model: HfModel) -> bool:
+    """Return whether llama.cpp reads the drafter of a model from a file of its own."""
+    return model.heads.kind != MTP and model.heads.layers > 0
+
+
+def draft_file_of(file: Path) -> Path:
+    """Return the file of a drafter, next to that of its trunk."""
+    return file.with_name(f"{file.stem}-draft.gguf")
+
+
+def _write(
+    model: HfModel,
+    checkpoint: Checkpoint,
+    file: Path,
+    gguf_type: GgufType,
+    metadata: dict[str, Any],
+    plan: Sequence[Conversion],
+) -> None:
+    """Write a file with some tensors of a model, and with its tokenizer."""
     from gguf import GGUFWriter
 
-    heads = model.heads.layers
-    metadata = metadata_of(model.family, model.config, heads) | tokenizer_metadata(
-        model.directory, model.config["vocab_size"]
-    )
-    plan = conversions_of(model.family, model.config, heads)
-    with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
-        _check_all_used(model, checkpoint, plan)
-        metadata |= _source(model, checkpoint, plan)
-        writer = GGUFWriter(file, metadata.pop("general.architecture"))
-        write_metadata(writer, metadata)
-        parts = [_Part(conversion, checkpoint) for conversion in plan]
-        for part in parts:
-            part.add_infos(writer, gguf_type, model.config["num_hidden_layers"])
-        add_description(writer, model.directory, Path(model.name).name, gguf_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for part in parts:
-            part.write(writer)
-        writer.close()
+    values = tokenizer_metadata(model.directory, model.config["vocab_size"]) | metadata
+    writer = GGUFWriter(file, values.pop("general.architecture"))
+    write_metadata(writer, values)
+    parts = [_Part(conversion, checkpoint) for conversion in plan]
+    for part in parts:
+        part.add_infos(writer, gguf_type, model.config["num_hidden_layers"])
+    add_description(writer, model.directory, Path(model.name).name, gguf_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for part in parts:
+        part.write(writer)
+    writer.close()
 
 
 @dataclass
@@ -180,12 +217,18 @@ def _source(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion]) 
 
 
 def _config_text(model: HfModel) -> str:
-    """Return the text of config.json, without a quantization, because quantized tensors are decoded."""
+    """Return the text of config.json, without a quantization, because quantized tensors are decoded, and without a
+    drafter that is in another file."""
     text = (model.directory / "config.json").read_text(encoding="utf-8")
     content = json.loads(text)
-    if content.pop("quantization_config", None) is None:
+    kept = dict(content)
+    kept.pop("quantization_config", None)
+    if model.heads.kind != MTP:
+        for key in KEYS:
+            kept.pop(key, None)
+    if kept == content:
         return text
-    return json.dumps(content, indent=2) + "\n"
+    return json.dumps(kept, indent=2) + "\n"
 
 
 def _lost_bits(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, list[int]]:

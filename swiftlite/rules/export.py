@@ -7,7 +7,9 @@ from pathlib import Path
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.llamacpp.info import LLAMACPP
+from swiftlite.families.index import get as get_family
 from swiftlite.families.reward_model import is_reward_model
+from swiftlite.families.serving.llamacpp import why_no_drafter
 from swiftlite.gguf.types import QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
@@ -130,11 +132,12 @@ def engine_has_models_to_compare(args: ExportArgs, facts: Facts) -> Iterator[Pro
 
 
 def drafter_stays_plain(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    """Reject conversions of a drafter that only the folder draft/ of a Hugging Face export has."""
+    """Reject conversions of a drafter other than MTP heads that are not supported."""
     if not facts.heads.features or args.mtp == "strip":
         return
-    given = {f"--quant_method {args.quant_method}": args.quant_method, "--to_gguf": args.to_gguf}
-    given |= {"--mtp_graft_from": args.mtp_graft_from}
+    if args.to_gguf and (reason := why_no_drafter(get_family(facts.hf_config), facts.hf_config)):
+        yield f"--to_gguf: {reason}", "remove it, or add --mtp strip"
+    given = {f"--quant_method {args.quant_method}": args.quant_method, "--mtp_graft_from": args.mtp_graft_from}
     for flag in [flag for flag, value in given.items() if value]:
         yield f"{flag} does not support the drafter {facts.heads.kind!r}", "remove it, or add --mtp strip"
 

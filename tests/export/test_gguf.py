@@ -16,6 +16,7 @@ from swiftlite.families.resolved import resolve
 from swiftlite.gguf.examine import examine
 from swiftlite.gguf.types import quantizer
 from swiftlite.hub.gguf import gguf_model
+from tests.engines.dflash_reference import add_drafter
 from tests.llamacpp_here import needs_llamacpp
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
@@ -54,6 +55,24 @@ def test_a_run_and_its_model_give_the_same_file(hf_dir, mesh, tmp_path, rows):
         assert back.keys() == before.keys()
         assert all(torch.equal(back[key], before[key]) for key in before)
     assert sorted(path.name for path in tmp_path.iterdir() if "writing" in path.name) == []
+
+
+@needs_llamacpp
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_drafter_is_in_a_file_of_its_own(family, tmp_path, mesh, rows):
+    """llama.cpp loads both files. That of the trunk is read back as the trunk."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    source = make_tiny_hf(tmp_path / "hf", family, dtype=torch.bfloat16, with_tokenizer=True, **sizes)
+    trunk = load_file(source / "model.safetensors")
+    add_drafter(source, [1, 2], 2)
+    convert(options(source, tmp_path / "out", val_dataset=[str(rows)]), mesh)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["out-bf16-draft.gguf", "out-bf16.gguf"]
+    back = gguf_model(tmp_path / "out" / "out-bf16.gguf")
+    assert "drafter" not in json.loads((back / "config.json").read_text())
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == trunk.keys()
+    assert all(torch.equal(found[key], trunk[key]) for key in trunk)
 
 
 @needs_llamacpp

@@ -104,6 +104,16 @@ def test_a_drafter_is_not_grafted(here, args):
     assert mentions(problem, "--mtp_graft_from drafted eagle3")
 
 
+def test_llamacpp_has_no_eagle3_1(here):
+    args = ExportArgs(model="drafted", output_dir="new", to_gguf=True)
+    ((problem, _),) = problems_of(args)
+    assert mentions(problem, "--to_gguf EAGLE-3.1")
+    file = Path("drafted/config.json")
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"drafter": config["drafter"] | {"fc_norm": False, "norm_output": False}}))
+    assert rules.check(args) == []
+
+
 def test_export_reads_what_to_mcore_wrote(here):
     Path("run/args.json").unlink()  # --to_mcore writes source/ and checkpoint-0, and has no options of a run
     assert rules.check(EXPORT) == []

@@ -108,13 +108,21 @@ def _compare(url: str, template: ChatTemplate, text: str, whole: list[int] | Non
         yield f"other tokens than the HF tokenizer at {around!r} in {clip(repr(text), 100)}"
 
 
-def load(words: Sequence[str], file: Path, heads: int) -> None:
-    """Start a server with a file and its heads, and stop it.
+def load(words: Sequence[str], file: Path, drafter: str = "", draft_file: Path | None = None) -> None:
+    """Start a server with a file and its heads or drafter, and stop it.
+
+    Args:
+        drafter: llama.cpp's name of the drafter, such as "mtp"; "" without one.
+        draft_file: file of the drafter, if it is not in `file`.
 
     Raises:
         UserError: the server cannot load the file.
     """
-    options = {"spec_type": "draft-mtp", "spec_draft_n_max": 1} if heads else {}
+    options: dict[str, Any] = {}
+    if drafter:
+        options = {"spec_type": f"draft-{drafter}", "spec_draft_n_max": 1}
+    if draft_file is not None:
+        options["model_draft"] = str(draft_file)
     with _serve(words, file, options):
         pass
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.llamacpp.check import load
-from swiftlite.engines.llamacpp.gguf_file import gguf_of
+from swiftlite.engines.llamacpp.gguf_file import gguf_options
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.loading.load_report import LoadReport, other_version
 from swiftlite.engines.served_model import fed_otherwise
 from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.drafters import draft_architecture_of
 from swiftlite.gguf.examine import Examined, examine
 
 
@@ -21,10 +22,22 @@ def dry_load(config: EngineConfig) -> LoadReport:
     """Return the load report for a Hugging Face model, which is first converted to a GGUF file."""
     model = config.model
     try:
-        file = gguf_of(model, config.torch_dtype)
+        files = gguf_options(model, config.torch_dtype)
+        if "model_draft" in files:
+            return _of_two_files(Path(files["model"]), Path(files["model_draft"]), model)
+        return report_of(Path(files["model"]), model)
     except UserError as error:
         return LoadReport(_engine(), None, None, model.heads.layers, 0, problems=[error.problem])
-    return report_of(file, model)
+
+
+def _of_two_files(file: Path, draft_file: Path, model: HfModel) -> LoadReport:
+    """Return the load report for a trunk and a drafter in a file of its own. Both were written from `model`."""
+    name = draft_architecture_of(model.family, model.config).name
+    words = program()
+    if words is not None:
+        load(words, file, name, draft_file)
+    verdict = "llama.cpp loads both files" if words else "not loaded, because llama.cpp is not installed"
+    return LoadReport(_engine(), examine(file).architecture, name, model.heads.layers, 1, verdict=verdict)
 
 
 def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
@@ -44,7 +57,7 @@ def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
         verdict = "metadata and tensors agree; not loaded, because llama.cpp is not installed"
     elif not problems:
         try:
-            load(words, file, found.heads)
+            load(words, file, "mtp" if found.heads else "")
         except UserError as error:
             problems.append(error.problem)
     if words is not None and (release := _release()) and (note := other_version(LLAMACPP, release)):

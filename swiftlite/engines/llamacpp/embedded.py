@@ -61,6 +61,7 @@ def _threads(params: Any, value: str) -> None:
 
 OPTIONS: dict[str, Setter] = {
     "model": _attribute("model.path", str),
+    "model-draft": _attribute("speculative.draft.mparams.path", str),
     "alias": _attribute("model_alias", lambda value: {value}),
     "host": _attribute("hostnames", lambda value: [value]),
     "port": _attribute("port", int),

@@ -13,7 +13,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.llamacpp.client import counts_of, request_of
-from swiftlite.engines.llamacpp.gguf_file import gguf_of
+from swiftlite.engines.llamacpp.gguf_file import gguf_options
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
@@ -49,9 +49,9 @@ class LlamacppEngine:
             config.engine_kwargs,
             draws_drafts=config.draws_drafts,
         )
-        file = gguf_of(model, config.torch_dtype)
+        files = gguf_options(model, config.torch_dtype)
         self._url, port = free_url()
-        given = {"model": str(file), "host": "127.0.0.1", "port": port, **options}
+        given = {**files, "host": "127.0.0.1", "port": port, **options}
         self._running = ExitStack()
         directory = Path(self._running.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-")))
         command = ServerCommand([*words, *flags(given)])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
@@ -11,7 +12,7 @@ from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.types import GgufType
-from swiftlite.gguf.write import write_gguf
+from swiftlite.gguf.write import draft_file_of, has_draft_file, write_draft_gguf, write_gguf
 from swiftlite.hub.model import is_gguf
 
 FORMAT = 2
@@ -19,19 +20,36 @@ FORMAT = 2
 TYPES: dict[str, GgufType] = {"float32": "f32", "bfloat16": "bf16"}
 
 
-def gguf_of(model: HfModel, torch_dtype: str) -> Path:
-    """Return a GGUF file of a model: the file that the user gave, or a file in the cache.
+def gguf_options(model: HfModel, torch_dtype: str) -> dict[str, str]:
+    """Return the options of llama-server that name the GGUF files of a model: the file that the user gave, or files in
+    the cache.
 
     Args:
         torch_dtype: dtype of the matrices, unless the user gave a GGUF file.
 
     Raises:
-        UserError: llama.cpp does not support the model, or the file cannot be written.
+        UserError: llama.cpp does not support the model, or a file cannot be written.
     """
     if is_gguf(model.name):
-        return Path(model.name)
+        options = {"model": model.name}
+        if has_draft_file(model):
+            options["model_draft"] = str(draft_file_of(Path(model.name)))
+        return options
     gguf_type = TYPES[torch_dtype]
     file = Path(constants.HF_HOME) / "swiftlite" / "gguf-written" / f"{_identity(model)}-{gguf_type}.gguf"
+    _write_once(model, file, gguf_type, write_gguf)
+    options = {"model": str(file)}
+    if has_draft_file(model):
+        draft = draft_file_of(file)
+        _write_once(model, draft, gguf_type, write_draft_gguf)
+        options["model_draft"] = str(draft)
+    return options
+
+
+def _write_once(
+    model: HfModel, file: Path, gguf_type: GgufType, write: Callable[[HfModel, Path, GgufType], None]
+) -> None:
+    """Write a file in the cache, unless it exists."""
     writing = file.with_name(f".{file.name}.writing")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +57,7 @@ def gguf_of(model: HfModel, torch_dtype: str) -> Path:
             if not file.is_file():
                 logger.info("converting %s to %s (only once)", model.directory, file)
                 try:
-                    write_gguf(model, writing, gguf_type)
+                    write(model, writing, gguf_type)
                     writing.rename(file)
                 finally:
                     writing.unlink(missing_ok=True)
@@ -48,7 +66,6 @@ def gguf_of(model: HfModel, torch_dtype: str) -> Path:
             f"{model.directory} cannot be converted to {file}: {reason_of(error)}",
             "free disk space, or export HF_HOME=DIR on another disk",
         ) from None
-    return file
 
 
 def _identity(model: HfModel) -> str:

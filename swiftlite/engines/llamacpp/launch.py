@@ -7,10 +7,11 @@ import os
 import sys
 
 from swiftlite.base.errors import UserError
-from swiftlite.engines.llamacpp.gguf_file import gguf_of
+from swiftlite.engines.llamacpp.gguf_file import gguf_options
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server_command import flags
 
 
 def main(model: str, torch_dtype: str, options: list[str]) -> None:
@@ -18,8 +19,8 @@ def main(model: str, torch_dtype: str, options: list[str]) -> None:
     found = program()
     if found is None:
         raise UserError(f"{LLAMACPP.label} is not installed", LLAMACPP.install)
-    file = gguf_of(resolve_served(model), torch_dtype)
-    os.execvp(found[0], [*found, "--model", str(file), *options])
+    files = gguf_options(resolve_served(model), torch_dtype)
+    os.execvp(found[0], [*found, *flags(files), *options])
 
 
 if __name__ == "__main__":

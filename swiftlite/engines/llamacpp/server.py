@@ -10,6 +10,7 @@ import torch
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.base.log import logger
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.llamacpp.embedded import API_KEY
@@ -18,7 +19,9 @@ from swiftlite.engines.ngram import Ngrams, ngrams_of
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.server_command import ServerCommand, api_keys, flags
 from swiftlite.families.resolved import HfModel
+from swiftlite.families.serving.llamacpp import KINDS
 from swiftlite.gguf.architectures import metadata_of
+from swiftlite.gguf.drafters import draft_architecture_of
 from swiftlite.hub.name import served_name
 
 LENGTH = 8192
@@ -108,9 +111,10 @@ def server_options(
     Raises:
         UserError: llama.cpp does not support the model or its heads.
     """
-    metadata_of(model.family, model.config, model.heads.layers)  # checks that llama.cpp supports the model
+    kind = model.heads.kind
+    metadata_of(model.family, model.config, model.heads.layers, kind)  # checks that llama.cpp supports the model
     if numbers.heads:
-        require_heads(model)
+        require_heads(model, KINDS)
         if model.heads.draft_vocab:
             logger.info("llama.cpp does not use the draft vocabulary of the heads: it drafts from all tokens")
     options: dict[str, Any] = {
@@ -126,7 +130,8 @@ def server_options(
         options |= {"spec_type": "ngram-simple", "spec_ngram_simple_size_n": min(MATCH, numbers.text)}
         options |= {"spec_ngram_simple_size_m": numbers.text}
     if numbers.heads:
-        kinds = "ngram-simple,draft-mtp" if numbers.text else "draft-mtp"
+        name = "mtp" if kind == MTP else draft_architecture_of(model.family, model.config).name
+        kinds = f"ngram-simple,draft-{name}" if numbers.text else f"draft-{name}"
         options |= {"spec_type": kinds, "spec_draft_n_max": numbers.heads}
         if torch_dtype == "float32":
             options |= {"cache_type_k_draft": "f32", "cache_type_v_draft": "f32"}

@@ -11,8 +11,8 @@ import numpy as np
 BENCH_SHARE = 0.3
 """Share of the budget that is reserved for `bench`, up to `MAX_RESERVED`."""
 MAX_RESERVED = 480.0
-"""Maximum of seconds that are reserved for `bench`. Within an hour it took four minutes with SmolLM2-135M-Instruct on two
-cores; longer measurements only add requests."""
+"""Maximum of seconds that are reserved for `bench`. Within an hour it took four minutes with SmolLM2-135M-Instruct on
+two cores; longer measurements only add requests."""
 FIRST_ROUND_SHARE = 0.45
 """Share of the budget that is left after the preparation, for the answers and the training of the first round, without
 the starts of programs."""

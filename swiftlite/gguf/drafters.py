@@ -1,0 +1,146 @@
+"""Describe the GGUF files of drafters other than MTP heads.
+
+llama.cpp reads such a drafter from a file of its own (`--model-draft`) and shares the embedding and the output layer of
+the trunk. Features are the inputs of the decoder layers in `target_layers`, as in `Heads.features`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.families import dense, dflash, eagle3
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.family import Family
+from swiftlite.families.layer import Layer
+from swiftlite.families.serving.llamacpp import why_no_drafter
+from swiftlite.gguf.architectures import Metadata, rope_scaling
+from swiftlite.gguf.tensors import Conversion, Naming, layer_conversions
+
+HfConfig = Mapping[str, Any]
+_PREFIX = "mtp.layers.0."
+
+
+@dataclass(frozen=True)
+class DraftArchitecture:
+    """An architecture of llama.cpp that drafts.
+
+    Attributes:
+        name: value of general.architecture; `--spec-type` has the prefix `draft-`.
+        layers: returns the start of the Megatron names of each decoder layer.
+        layer_of: returns the description of a decoder layer.
+        outside: GGUF names outside of decoder layers, by Megatron name.
+        naming: names in decoder layers.
+        metadata: returns the keys of this architecture, and keys with a dot at the start, which are not below its name.
+    """
+
+    name: str
+    layers: Callable[[HfConfig], list[str]]
+    layer_of: Callable[[Architecture, HfConfig], Layer]
+    outside: Mapping[str, str]
+    naming: Naming
+    metadata: Callable[[HfConfig], Metadata]
+
+
+def _dflash_metadata(hf_config: HfConfig) -> Metadata:
+    heads = Heads.from_config(hf_config)
+    # llama.cpp's blocks contain the last known token.
+    return {"block_size": heads.drafts + 1, ".tokenizer.ggml.mask_token_id": dflash.mask_token(hf_config)}
+
+
+def _eagle3_metadata(hf_config: HfConfig) -> Metadata:
+    return {"target_hidden_size": hf_config["hidden_size"]}
+
+
+DRAFT_ARCHITECTURES = {
+    dflash.KIND: DraftArchitecture(
+        "dflash",
+        layers=lambda hf_config: [f"decoder_layer_{layer}." for layer in range(dflash.num_decoder_layers(hf_config))],
+        layer_of=dflash.layer_of,
+        outside={
+            "fc.weight": "fc.weight",
+            "hidden_norm.weight": "enc.output_norm.weight",
+            "final_layernorm.weight": "output_norm.weight",
+        },
+        naming=Naming(),
+        metadata=_dflash_metadata,
+    ),
+    eagle3.KIND: DraftArchitecture(
+        "eagle3",
+        layers=lambda hf_config: ["transformer_layer."],
+        layer_of=eagle3.layer_of,
+        outside={"fc.weight": "fc.weight", "final_layernorm.weight": "output_norm.weight"},
+        naming=Naming(
+            {
+                "input_layernorm.embedding_norm.weight": ("attn_norm.weight",),
+                "input_layernorm.state_norm.weight": ("attn_norm_2.weight",),
+            },
+            pairs_channels=True,
+        ),
+        metadata=_eagle3_metadata,
+    ),
+}
+"""Kind of drafter -> its architecture."""
+
+
+def draft_architecture_of(family: Family, hf_config: HfConfig) -> DraftArchitecture:
+    """Return the architecture of llama.cpp that runs the drafter of a model.
+
+    Raises:
+        UserError: llama.cpp does not run the drafter.
+    """
+    if reason := why_no_drafter(family, hf_config):
+        raise UserError(reason, "use --infer_backend vllm or transformers")
+    return DRAFT_ARCHITECTURES[Heads.from_config(hf_config).kind]
+
+
+def draft_metadata_of(family: Family, hf_config: HfConfig) -> Metadata:
+    """Return the metadata of a drafter, without those of the tokenizer.
+
+    Raises:
+        UserError: llama.cpp does not support the drafter.
+    """
+    heads = Heads.from_config(hf_config)
+    architecture = draft_architecture_of(family, hf_config)
+    own_config = family.drafter(hf_config).own_config
+    assert own_config is not None  # kinds in `DRAFT_ARCHITECTURES` have one
+    own = own_config(family, hf_config)
+    metadata: Metadata = {
+        "block_count": own["num_hidden_layers"],
+        "context_length": own["max_position_embeddings"],
+        "embedding_length": own["hidden_size"],
+        "feed_forward_length": own["intermediate_size"],
+        "attention.head_count": own["num_attention_heads"],
+        "attention.head_count_kv": own["num_key_value_heads"],
+        "attention.key_length": own["head_dim"],
+        "attention.value_length": own["head_dim"],
+        "attention.layer_norm_rms_epsilon": float(own["rms_norm_eps"]),
+        "rope.dimension_count": own["head_dim"],
+        "rope.freq_base": float(dense.rope_theta(own) or 10000.0),
+        "vocab_size": own["vocab_size"],
+        "target_layers": [*heads.features],
+        **rope_scaling(own),
+        **architecture.metadata(hf_config),
+    }
+    named: Metadata = {"general.architecture": architecture.name}
+    for key, value in metadata.items():
+        named[key[1:] if key.startswith(".") else f"{architecture.name}.{key}"] = value
+    return named
+
+
+def draft_conversions_of(family: Family, hf_config: HfConfig) -> list[Conversion]:
+    """Return all tensors of a drafter as Hugging Face and as GGUF tensors."""
+    architecture = draft_architecture_of(family, hf_config)
+    rows = family.head_rows(hf_config, 0)
+    found = []
+    for row in rows:
+        name = architecture.outside.get(row.mcore.removeprefix(_PREFIX))
+        if name is not None:
+            found.append(Conversion(tuple(row.hf), (name,), is_exact=row.is_exact))
+    layer = architecture.layer_of(family.architecture(hf_config), hf_config)
+    for number, start in enumerate(architecture.layers(hf_config)):
+        prefix = _PREFIX + start
+        of_layer = [row for row in rows if row.mcore.startswith(prefix)]
+        found += layer_conversions(of_layer, prefix, number, layer, family, architecture.naming)
+    return found
