@@ -27,8 +27,8 @@ def test_the_engine_is_added_to_the_trainer(capsys, model):  # noqa: F811
     code, lines = plan(capsys, model=model, gpu_memory_gb=400.0, **ROLLOUTS)
     assert code == 0
     (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
-    trainer, reference, teacher, engine, cache, total = map(float, lines[start + 1].split())
-    assert reference == teacher == 0 < engine < trainer
+    trainer, reference, teacher, reward, engine, cache, total = map(float, lines[start + 1].split())
+    assert reference == teacher == reward == 0 < engine < trainer
     assert total == pytest.approx(trainer + engine + cache, abs=0.03)
     _, with_reference = plan(capsys, model=model, gpu_memory_gb=400.0, beta=0.1, **ROLLOUTS)
     assert float(with_reference[start + 1].split()[1]) > 0
@@ -58,10 +58,10 @@ def test_an_engine_that_sleeps_is_counted_while_it_draws(capsys, model):  # noqa
 
     (both,) = phases()
     training, drawing = phases(infer_backend="vllm")
-    assert training == [both[0], 0, 0, 0, 0, both[0]]
-    assert drawing[3:5] == both[3:5]
+    assert training == [both[0], 0, 0, 0, 0, 0, both[0]]
+    assert drawing[4:6] == both[4:6]
     assert drawing[0] < training[0]
-    assert drawing[-1] == pytest.approx(drawing[0] + sum(both[3:5]), abs=0.03)
+    assert drawing[-1] == pytest.approx(drawing[0] + sum(both[4:6]), abs=0.03)
     for options in ({"async_rollouts": 1}, {"vllm_engine_kwargs": {"enable_sleep_mode": False}}):
         assert phases(infer_backend="vllm", **options) == [both]
 
@@ -74,7 +74,7 @@ def test_sizes_are_those_of_the_files(tmp_path, family):
     args = planned(model=str(directory), max_batch_size=3, torch_dtype="float32", beta=0.1, **ROLLOUTS)
     setup, run = setup_of(args), args.run
     assert isinstance(run, GrpoArgs)
-    memory = estimate_rollouts(run, setup, estimate(config, setup), config, config)
+    memory = estimate_rollouts(run, setup, estimate(config, setup), config, config, {})
     # Heads share embedding and output layer with the trunk; some files have copies.
     tensors = {tensor.tobytes() for tensor in load_file(directory / "model.safetensors").values()}
     assert memory.engine == pytest.approx(sum(map(len, tensors)), rel=1e-3)  # without the biases of routers
