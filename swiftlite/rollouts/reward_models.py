@@ -127,9 +127,9 @@ def reward_process(args: GrpoArgs) -> RewardProcess:
 
 @dataclass(frozen=True)
 class RewardsWithModels:
-    """What scores completions: a process, and reward models on all ranks. Its interface is that of `RewardProcess`.
+    """Score completions with a process and with reward models on all ranks. The interface is that of `RewardProcess`.
 
-    It is used on the first rank, in functions that `on_first_rank` calls with `all_scores` as the answer.
+    The first rank uses it, in functions that `on_first_rank` calls with `all_scores` as the answer.
 
     Attributes:
         process: reward functions and servers.
@@ -145,7 +145,7 @@ class RewardsWithModels:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What scores depend on, as for the same models in the process."""
+        """Names, settings and digests that scores depend on, as for the same models in the process."""
         identity = self.process.identity
         models = [identity_of(model.directory) for model in self.models]
         return {**identity, "names": list(self.names), "models": [*models, *identity.get("models", ())]}
