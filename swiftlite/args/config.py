@@ -42,8 +42,6 @@ _ELSEWHERE = {
     "profile_step_start": "profile_steps",
     "record_memory_history": "profile_kind",
     "use_pytorch_profiler": "profile_kind",
-    "reward_pipeline_model_parallel_size": "reward_server",  # of vLLM, which has options for its layout
-    "reward_tensor_model_parallel_size": "reward_server",
     "save": "output_dir",
     "save_interval": "save_steps",
     "tp": "tensor_model_parallel_size",

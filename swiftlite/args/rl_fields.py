@@ -93,6 +93,12 @@ class RewardArgs:
     reward_model: list[str] = field(default_factory=list)
     """Directories of reward models, from megatron rm or other classifiers with one label in transformers' format: their
     scores are added to the rewards. Each has its own tokenizer and chat template."""
+    reward_tensor_model_parallel_size: bounds.PositiveInt | None = None
+    """Tensor-parallel size of the reward models. With this option or the next one, they are on the ranks of the run
+    instead of one process, and must be of families that megatron rm trains. Default:
+    --tensor_model_parallel_size."""
+    reward_pipeline_model_parallel_size: bounds.PositiveInt | None = None
+    """Pipeline-parallel size of the reward models. Default: --pipeline_model_parallel_size."""
     reward_server: list[str] = field(default_factory=list)
     """Addresses of servers with a reward model, such as http://a:8001 of vllm serve REWARD_MODEL: their scores are
     added to the rewards. The API key is read from VLLM_API_KEY."""

@@ -1,6 +1,7 @@
 """Describe the memory of a run as tables, for `doctor --plan` and `--dry_run`."""
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swiftlite.args.commands import DpoArgs, GkdArgs, GrpoArgs, SftArgs
@@ -13,7 +14,7 @@ from swiftlite.plan.cost.reference_memory import ReferenceMemory, estimate_refer
 from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.cost.streamed_memory import estimate_streamed
-from swiftlite.plan.cost.teacher_memory import teacher_weights
+from swiftlite.plan.cost.teacher_memory import reward_configs, reward_weights, teacher_weights
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.preference import preference_of
 from swiftlite.plan.run import Plan
@@ -65,8 +66,8 @@ def memory_tables(args: SftArgs, facts: Facts, setup: Setup) -> list[MemoryTable
     tables = [_stages_table(facts, setup, stages)]
     if isinstance(args, DpoArgs) and preference_of(args).needs_reference:
         tables.append(_reference_table(args, facts, setup, stages))
-    if isinstance(args, GrpoArgs | GkdArgs) and args.teacher_model:
-        tables.append(_teacher_table(args, facts, setup, stages))
+    if isinstance(args, GrpoArgs | GkdArgs) and (frozen := _frozen(args, facts, setup)):
+        tables.append(_frozen_table(args, frozen, stages))
     if isinstance(args, GrpoArgs) and not (args.rollout_server or args.rollouts_from):
         tables.append(_rollouts_table(args, facts, setup, stages))
     return tables
@@ -134,19 +135,30 @@ def _reference_row(part: ReferenceMemory, stages: list[memory.StageMemory]) -> t
     return (_ranks(part).split()[1], str(part.stage), *_cells(part.model), reference_stage, *sizes)
 
 
-def _teacher_table(
-    args: GrpoArgs | GkdArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]
+def _frozen(args: GrpoArgs | GkdArgs, facts: Facts, setup: Setup) -> dict[str, list[int]]:
+    """Return the bytes of the teacher and of the reward models on a rank of each stage of the trained model."""
+    frozen = {}
+    if args.teacher_model:
+        frozen["teacher"] = teacher_weights(args, setup, facts.described("teacher_model")[1])
+    if isinstance(args, GrpoArgs) and (configs := reward_configs(args)):
+        frozen["reward"] = reward_weights(args, setup, configs)
+    return frozen
+
+
+def _frozen_table(
+    args: GrpoArgs | GkdArgs, frozen: Mapping[str, list[int]], stages: list[memory.StageMemory]
 ) -> MemoryTable:
-    """Return the memory of ranks with the weights of the teacher."""
-    _, config = facts.described("teacher_model")
-    rows: list[tuple[str, ...]] = [("stage", "model", "teacher", "total")]
+    """Return the memory of ranks with the weights of `_frozen`."""
+    rows: list[tuple[str, ...]] = [("stage", "model", *frozen, "total")]
     totals = []
-    for number, (stage, teacher) in enumerate(zip(stages, teacher_weights(args, setup, config), strict=True)):
-        totals.append(stage.total + teacher)
-        rows.append((str(number), *_cells(stage.total, teacher, totals[-1])))
-    heading = f"GB on one rank with the teacher, whose weights stay in memory ({method_of(args).words})"
-    hint = "increase --teacher_tensor_model_parallel_size, --tensor_model_parallel_size or the pipeline sizes"
-    return MemoryTable([heading, text_table(rows, indent="  ", numbers=True)], max(totals), "with the teacher", hint)
+    for number, (stage, *weights) in enumerate(zip(stages, *frozen.values(), strict=True)):
+        totals.append(stage.total + sum(weights))
+        rows.append((str(number), *_cells(stage.total, *weights, totals[-1])))
+    words = " and ".join(f"{name} model" if name == "reward" else name for name in frozen)
+    heading = f"GB on one rank with {words}, whose weights stay in memory ({method_of(args).words})"
+    sizes = ", ".join(f"--{name}_tensor_model_parallel_size" for name in frozen)
+    hint = f"increase {sizes}, --tensor_model_parallel_size or the pipeline sizes"
+    return MemoryTable([heading, text_table(rows, indent="  ", numbers=True)], max(totals), f"with {words}", hint)
 
 
 def sleeps_in_training(args: GrpoArgs) -> bool:
@@ -160,10 +172,10 @@ def _rollouts_table(args: GrpoArgs, facts: Facts, setup: Setup, stages: list[mem
     config = reference = facts.hf_config
     if args.ref_model:
         _, reference = facts.described("ref_model")
-    teacher = facts.described("teacher_model")[1] if args.teacher_model else None
+    frozen = {name: weights[0] for name, weights in _frozen(args, facts, setup).items()}
     sleeps = facts.machine.is_cuda and not args.async_rollouts and sleeps_in_training(args)
-    shared = estimate_rollouts(args, setup, stages, config, reference, teacher, sleeps=sleeps)
-    rows: list[tuple[str, ...]] = [("trainer", "reference", "teacher", "engine", "KV cache", "total")]
+    shared = estimate_rollouts(args, setup, stages, config, reference, frozen, sleeps=sleeps)
+    rows: list[tuple[str, ...]] = [("trainer", "reference", "teacher", "reward", "engine", "KV cache", "total")]
     rows += [_cells(*sizes) for sizes in shared.phases.values()]
     drawn, trained = rollout_flops(config, setup, args.max_completion_length)
     of_row = f"{args.max_completion_length} tokens, of a row of {setup.max_length}"

@@ -43,6 +43,12 @@ def is_reward_model(hf_config: HfConfig) -> bool:
     return name is not None and isinstance(names, list) and name in names
 
 
+def num_labels(hf_config: HfConfig) -> int:
+    """Return how many numbers a classifier computes, as transformers reads it from config.json."""
+    labels = hf_config.get("id2label")
+    return hf_config.get("num_labels", len(labels) if isinstance(labels, dict) else 2)
+
+
 def as_reward_model(hf_config: HfConfig) -> dict[str, Any]:
     """Return config.json of a reward model with this trunk; unchanged if transformers has no class for it."""
     name = CLASSES.get(str(hf_config.get("model_type")))

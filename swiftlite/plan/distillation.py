@@ -2,7 +2,6 @@
 torch."""
 
 import random
-from dataclasses import replace
 
 from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.fields import ParallelLayout
@@ -14,12 +13,10 @@ def teacher_layout(args: GkdArgs | GrpoArgs, architecture: Architecture | None) 
     """Return the layout of the teacher: that of the trained model with the sizes of the --teacher_... options.
 
     Args:
-        architecture: that of the teacher. A teacher without experts has no expert parallelism.
+        architecture: that of the teacher, if known.
     """
-    layout = layout_beside(args, args.teacher_tensor_model_parallel_size, args.teacher_pipeline_model_parallel_size)
-    if architecture is None or architecture.has_experts:
-        return layout
-    return replace(layout, expert_model_parallel_size=1, expert_tensor_parallel_size=1)
+    sizes = args.teacher_tensor_model_parallel_size, args.teacher_pipeline_model_parallel_size
+    return layout_beside(args, *sizes, architecture)
 
 
 def is_on_policy(args: GkdArgs, step: int) -> bool:

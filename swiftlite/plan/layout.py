@@ -118,21 +118,25 @@ def smallest_world_size(layout: ParallelLayout) -> int:
     return math.lcm(_product(_MODEL_SIZES, layout), _product(_EXPERT_SIZES, layout))
 
 
-def layout_beside(trained: ParallelLayout, tensor: int | None, pipeline: int | None) -> ParallelLayout:
+def layout_beside(
+    trained: ParallelLayout, tensor: int | None, pipeline: int | None, architecture: Architecture | None = None
+) -> ParallelLayout:
     """Return the layout of another model in the job: that of the trained model with other sizes and equal stages.
 
     If only the other model uses tensor parallelism, it also uses sequence parallelism, which experts require.
 
     Args:
         tensor, pipeline: tensor- and pipeline-parallel size; None for that of the trained model.
+        architecture: that of the other model, if known. Without experts it has no expert parallelism.
     """
     tp = tensor or trained.tensor_model_parallel_size
+    has_experts = architecture is None or architecture.has_experts
     return ParallelLayout(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pipeline or trained.pipeline_model_parallel_size,
         context_parallel_size=trained.context_parallel_size,
-        expert_model_parallel_size=trained.expert_model_parallel_size,
-        expert_tensor_parallel_size=trained.expert_tensor_parallel_size,
+        expert_model_parallel_size=trained.expert_model_parallel_size if has_experts else 1,
+        expert_tensor_parallel_size=trained.expert_tensor_parallel_size if has_experts else 1,
         sequence_parallel=tp > 1 and (trained.sequence_parallel or trained.tensor_model_parallel_size == 1),
     )
 

@@ -6,6 +6,7 @@ from swiftlite.args.commands import GrpoArgs, SftArgs
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.args.rl_fields import ImportanceSamplingLevel, MismatchMode, PolicyLoss
 from swiftlite.base.lora import Lora
+from swiftlite.families.architecture import Architecture
 from swiftlite.plan.layout import layout_beside, layout_of
 
 
@@ -78,6 +79,25 @@ def reference_layout(args: GrpoArgs) -> ParallelLayout:
     """
     sizes = args.ref_tensor_model_parallel_size, args.ref_pipeline_model_parallel_size
     return layout_beside(args, *sizes) if any(sizes) else layout_of(args)
+
+
+def reward_models_on_ranks(args: GrpoArgs) -> list[str]:
+    """Return the reward models that are on the ranks of the run, because an option sets their layout. Otherwise they
+    are in the child process of the reward functions.
+    """
+    sizes = args.reward_tensor_model_parallel_size, args.reward_pipeline_model_parallel_size
+    return args.reward_model if any(sizes) and not args.rollouts_from else []
+
+
+def reward_layout(args: GrpoArgs, architecture: Architecture | None) -> ParallelLayout:
+    """Return the layout of a reward model on the ranks of the run: that of the trained model with the sizes of the
+    --reward_... options.
+
+    Args:
+        architecture: that of the reward model, if known.
+    """
+    sizes = args.reward_tensor_model_parallel_size, args.reward_pipeline_model_parallel_size
+    return layout_beside(args, *sizes, architecture)
 
 
 def is_base_of_adapters(args: GrpoArgs, lora: Lora | None) -> bool:

@@ -42,6 +42,11 @@ class DrawingAhead:
             return None
         return self._number, self._future.result()
 
+    def keep(self, number: int, generation: Generation) -> None:
+        """Replace the generation that was drawn."""
+        self._number, self._future = number, Future()
+        self._future.set_result(generation)
+
     def take(self, number: int) -> Generation | None:
         """Return a generation after waiting for it; None if it was not drawn ahead. Errors are those of `wait`."""
         found = self.wait()

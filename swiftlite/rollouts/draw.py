@@ -20,7 +20,11 @@ from swiftlite.rewards.advantages import Advantages, AdvantageSettings, compute_
 from swiftlite.rewards.process import RewardProcess
 from swiftlite.rollouts.conversations import Conversations, Drawn, acceptance_figures
 from swiftlite.rollouts.generation import Generation, image_files
+from swiftlite.rollouts.reward_models import RewardsWithModels
 from swiftlite.rollouts.servers import RolloutServers
+
+SCORING = "scoring"
+"""Name of the settings of a generation that scores depend on; it has none before it is scored."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Drawing:
 
     Attributes:
         engine: engine with the current weights.
-        rewards: the reward functions.
+        rewards: the reward functions and models.
         advantages: how rewards become advantages.
         sampling: sampling settings without `numbers`.
         tokenizer: decodes completions for reward functions.
@@ -38,7 +42,7 @@ class Drawing:
     """
 
     engine: Engine
-    rewards: RewardProcess
+    rewards: RewardProcess | RewardsWithModels
     advantages: AdvantageSettings
     sampling: Sampling
     tokenizer: PreTrainedTokenizerBase
@@ -107,7 +111,7 @@ class Drawing:
             weights = " ".join(map(str, self.advantages.weights))
             raise UserError(f"--reward_weights {weights}: advantages are not finite", "use smaller weights")
         figures = reward_figures(found, self.rewards.names, num_failures)
-        settings = {**generation.settings, "has_failures": bool(num_failures), "scoring": self.settings}
+        settings = {**generation.settings, "has_failures": bool(num_failures), SCORING: self.settings}
         return replace(
             generation,
             advantages=found.advantages,
@@ -121,7 +125,7 @@ class Drawing:
 
     def needs_scores(self, generation: Generation) -> bool:
         """Return whether a stored generation must be scored again: a function failed, or the functions changed."""
-        return generation.settings.get("has_failures", False) or generation.settings.get("scoring") != self.settings
+        return generation.settings.get("has_failures", False) or generation.settings.get(SCORING) != self.settings
 
 
 def draw(

@@ -15,7 +15,7 @@ difference. A checkpoint is written after the generation that is being drawn, so
 completions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -31,7 +31,7 @@ from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample
 from swiftlite.methods.reward_names import reward_names_of
 from swiftlite.rollouts.ahead import DrawingAhead
-from swiftlite.rollouts.draw import Drawing
+from swiftlite.rollouts.draw import SCORING, Drawing
 from swiftlite.rollouts.engine import drafts, rest, send_weights
 from swiftlite.rollouts.frozen import FrozenPolicy
 from swiftlite.rollouts.generation import Generation
@@ -40,6 +40,7 @@ from swiftlite.rollouts.log_probabilities import token_log_probabilities
 from swiftlite.rollouts.policy_identity import NAME
 from swiftlite.rollouts.prompts import Prompts
 from swiftlite.rollouts.resample import Resampling
+from swiftlite.rollouts.reward_models import RewardModel, all_scores
 from swiftlite.rollouts.stored import GenerationFiles, on_first_rank
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.live_weights import LiveWeights
@@ -64,6 +65,7 @@ class Rollouts:
         weights: the current weights of the run.
         drawing: draws completions on the first rank; None on other ranks, and if all generations are read.
         frozen: the frozen models of the loss by name, see `open_frozen_policies`.
+        reward_models: the reward models on the ranks of the run.
         held_out: prompts of evaluations; None without evaluations.
         files: the stored generations.
     """
@@ -72,6 +74,7 @@ class Rollouts:
     weights: LiveWeights
     drawing: Drawing | None
     frozen: Mapping[str, FrozenPolicy]
+    reward_models: Sequence[RewardModel]
     held_out: HeldOutPrompts | None
     files: GenerationFiles
     resources: ExitStack = field(default_factory=ExitStack)
@@ -166,7 +169,7 @@ class Rollouts:
                     rest(self.drawing.engine)
                 return drawn
 
-            generation = on_first_rank(draw)
+            generation = self._scoring(draw)
         figures = evaluation_figures(generation)
         if teacher := self.frozen.get("teacher"):
             log_p = generation.per_token(teacher.log_probabilities(generation.samples(held_out.samples)))
@@ -176,7 +179,7 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """Write the generation that is being drawn, before a checkpoint is written. Collective."""
-        on_first_rank(self._keep_ahead)
+        self._scoring(self._keep_ahead)
         return {}
 
     def follow(self, step: int) -> None:
@@ -198,10 +201,10 @@ class Rollouts:
     def _open(self, number: int, step: int) -> Generation:
         """Return a generation; the weights are those before `step`. Collective."""
         with EarlyStop() as stop:
-            found = on_first_rank(lambda: self._find(number, step, stop))
+            found = self._scoring(lambda: self._find(number, step, stop))
             if found is None:
                 self._send_weights(stop)
-                found = on_first_rank(lambda: self._draw_now(number, step, stop)), True
+                found = self._scoring(lambda: self._draw_now(number, step, stop)), True
             generation, is_new = found
             if self.files.lag and not self.files.reads_only:
                 self._begin_ahead(number + 1, stop)
@@ -217,9 +220,14 @@ class Rollouts:
             on_first_rank(lambda: self.files.write_drawn(number, generation))
         return generation
 
+    def _scoring(self, function: Callable[[], Any]) -> Any:
+        """Return the result of `on_first_rank` for a function that scores completions."""
+        return on_first_rank(function, partial(all_scores, self.reward_models))
+
     def _find(self, number: int, step: int, stop: EarlyStop) -> tuple[Generation, bool] | None:
         """Return a generation that was drawn ahead or stored, and whether it is new; None if it must be drawn."""
         with stop.raising():
+            self._score_ahead()
             generation = self._ahead.take(number)
         if generation is not None:
             return generation, True
@@ -229,7 +237,7 @@ class Rollouts:
     def _draw_now(self, number: int, step: int, stop: EarlyStop) -> Generation:
         assert self.drawing is not None
         with stop.raising():
-            drawn = self._draw(number, step, self._policy(number))
+            drawn = self._scored(number, step, self._draw(number, step, self._policy(number)))
             rest(self.drawing.engine)
         return drawn
 
@@ -240,15 +248,32 @@ class Rollouts:
             return
         self._send_weights(stop)
         if self.drawing is not None:
-            self._ahead.begin(number, partial(self._draw, number, step, self._policy(number)))
+            policy = self._policy(number)
+
+            def draw() -> Generation:
+                drawn = self._draw(number, step, policy)
+                # Reward models on all ranks score it when the trainer has ended its steps.
+                return drawn if self.reward_models else self._scored(number, step, drawn)
+
+            self._ahead.begin(number, draw)
 
     def _wait(self, stop: EarlyStop) -> None:
         with stop.raising():
             self._ahead.wait()
 
     def _keep_ahead(self) -> None:
-        if drawn := self._ahead.wait():
+        if drawn := self._score_ahead():
             self.files.write_drawn(*drawn)
+
+    def _score_ahead(self) -> tuple[int, Generation] | None:
+        """Wait for the generation that is drawn, and return its number and the generation, with scores."""
+        drawn = self._ahead.wait()
+        if drawn is None:
+            return None
+        number, generation = drawn
+        scored = self._scored(number, number * self.files.steps, generation)
+        self._ahead.keep(number, scored)
+        return number, scored
 
     def _send_weights(self, stop: EarlyStop) -> None:
         engine = self.drawing.engine if self.drawing else None
@@ -274,7 +299,7 @@ class Rollouts:
         return policy
 
     def _draw(self, number: int, step: int, policy: dict[str, str]) -> Generation:
-        """Return a generation with scores. This is the work of the first rank.
+        """Return a generation, with scores if they decide what is drawn. This is the work of the first rank.
 
         Args:
             policy: identity of the policy that draws it.
@@ -284,12 +309,18 @@ class Rollouts:
         if args.dynamic_sample:
             resampling = Resampling(self.drawing, self.prompts, args.max_resample_times)
             generation = resampling.draw(number, step + 1, settings)
-        else:
-            prompts = self.prompts.of(self.prompts.rows(number))
-            generation = self.drawing.draw(prompts, number * len(prompts), settings)
-            generation = self.drawing.score(generation, prompts, step + 1)
-        if generation.figures.get("frac_reward_zero_std") == 1:
-            logger.warning("step %d: rewards do not differ within any group, so all advantages are 0", step + 1)
+            warn_of_equal_rewards(generation, step)
+            return generation
+        prompts = self.prompts.of(self.prompts.rows(number))
+        return self.drawing.draw(prompts, number * len(prompts), settings)
+
+    def _scored(self, number: int, step: int, generation: Generation) -> Generation:
+        """Return a new generation with scores, which it may have. This is the work of the first rank."""
+        assert self.drawing is not None
+        if SCORING in generation.settings:
+            return generation
+        generation = self.drawing.score(generation, self._prompts_of(number, generation), step + 1)
+        warn_of_equal_rewards(generation, step)
         return generation
 
     def _with_log_probabilities(self, number: int, generation: Generation) -> Generation:
@@ -344,6 +375,16 @@ class Rollouts:
             generation = self.drawing.score(generation, prompts, step + 1)
             self.files.write(number, generation)
         return generation
+
+
+def warn_of_equal_rewards(generation: Generation, step: int) -> None:
+    """Log a warning if no completion of a new generation has an advantage.
+
+    Args:
+        step: its first step, counted from 0.
+    """
+    if generation.figures.get("frac_reward_zero_std") == 1:
+        logger.warning("step %d: rewards do not differ within any group, so all advantages are 0", step + 1)
 
 
 def with_policy_of_engine(generation: Generation, path: Path) -> Generation:

@@ -242,8 +242,11 @@ def check_stored(files: GenerationFiles, number: int) -> None:
     raise UserError(problem, hint)
 
 
-def on_first_rank(function: Callable[[], Any]) -> Any:
+def on_first_rank(function: Callable[[], Any], answer: Callable[[Any], Any] | None = None) -> Any:
     """Call a function on the first rank, and return its result on every rank. Collective.
+
+    Args:
+        answer: what the other ranks call with each request of the function (`ask_other_ranks`).
 
     Raises:
         UserError: the function raised a UserError, or another error on the first rank; raised on every rank.
@@ -258,11 +261,20 @@ def on_first_rank(function: Callable[[], Any]) -> Any:
         except Exception as error:  # the other ranks must not wait for this one
             failure = error
             told = UserError(f"{type(error).__name__} on the first rank: {error}")
-    outcome = [result, told]
+    outcome = [None, result, told]
     dist.broadcast_object_list(outcome)
-    result, told = outcome
+    while outcome[0] is not None:
+        assert answer is not None
+        answer(outcome[0])
+        dist.broadcast_object_list(outcome)
+    _, result, told = outcome
     raise_if(failure or told)
     return result
+
+
+def ask_other_ranks(request: Any) -> None:
+    """Let the other ranks answer a request, from a function that is called by `on_first_rank`."""
+    dist.broadcast_object_list([request, None, None])
 
 
 def raise_if(error: BaseException | None) -> None:

@@ -24,12 +24,12 @@ from swiftlite.methods.reward_names import reward_names_of
 from swiftlite.plan.policy import policy_of
 from swiftlite.rewards.advantages import SCALES, AdvantageSettings
 from swiftlite.rewards.process import RewardProcess
-from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rollouts.conversations import Conversations, EpisodeProcess
 from swiftlite.rollouts.draw import Drawing, columns_in, omitted_in
 from swiftlite.rollouts.engine import check_servers, sampling_of, start_rollout_engine
 from swiftlite.rollouts.frozen import open_frozen_policies
 from swiftlite.rollouts.held_out import HeldOutPrompts
+from swiftlite.rollouts.reward_models import RewardModel, RewardsWithModels, open_reward_models, reward_process
 from swiftlite.rollouts.rollouts import Rollouts
 from swiftlite.rollouts.stored import FOLDER, GenerationFiles, check_stored, on_first_rank
 from swiftlite.rollouts.turns import Turns
@@ -135,11 +135,6 @@ def episode_process(args: GrpoArgs) -> EpisodeProcess | None:
     return EpisodeProcess(args.rollout_func, args.tools, args.external_plugins, args.tool_timeout)
 
 
-def reward_process(args: GrpoArgs) -> RewardProcess:
-    """Return the process of the reward functions, which is not started."""
-    return RewardProcess(reward_names_of(args), args.external_plugins, reward_settings_of(args))
-
-
 def _enter(stack: ExitStack, process: RewardProcess | EpisodeProcess) -> None:
     """Start the process, without returning it, because results of the first rank are sent to all ranks."""
     stack.enter_context(process)
@@ -161,11 +156,15 @@ def open_rollouts(run: Run) -> TrainBatches:
         if files.reads_only:
             on_first_rank(lambda: check_stored(files, -(-run.schedule.steps // files.steps)))
         on_first_rank(lambda: opened.open())
+        models = open_reward_models(run, args)
+        if models and opened.drawing is not None:
+            opened.drawing = with_models(opened.drawing, models, args)
         rollouts = Rollouts(
             run=run,
             weights=LiveWeights(run.train_state.wrapped, run.hf_model, dtypes),
             drawing=opened.drawing,
             frozen=open_frozen_policies(run, args),
+            reward_models=models,
             held_out=held_out_prompts(run, args),
             files=files,
             resources=stack.pop_all(),
@@ -182,6 +181,14 @@ def open_rollouts(run: Run) -> TrainBatches:
         after_step=rollouts.follow,
         reference=reference,
     )
+
+
+def with_models(drawing: Drawing, models: Sequence[RewardModel], args: GrpoArgs) -> Drawing:
+    """Return the drawing, whose rewards are those of a process, with reward models on all ranks."""
+    process = drawing.rewards
+    assert isinstance(process, RewardProcess)
+    rewards = RewardsWithModels(process, models, reward_names_of(args), len(args.reward_funcs))
+    return replace(drawing, rewards=rewards)
 
 
 def held_out_prompts(run: Run, args: GrpoArgs) -> HeldOutPrompts | None:

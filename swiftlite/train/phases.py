@@ -184,8 +184,8 @@ def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, 
     """
     # These may differ between nodes.
     where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")
-    where += ("media_root", "ref_model", "ref_logprobs_cache", "teacher_model", "dataset_cache")
-    where += ("external_plugins", "rollouts_from", "reward_model")  # only the first rank reads them
+    where += ("media_root", "ref_model", "ref_logprobs_cache", "teacher_model", "dataset_cache", "reward_model")
+    where += ("external_plugins", "rollouts_from")  # only the first rank reads them
     options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
     versions = {name: version(name) for name in VERSIONS}
     check_agreement(

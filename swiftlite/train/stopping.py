@@ -48,6 +48,22 @@ class StopSignals:
             signal.signal(number, handler)
 
 
+@contextmanager
+def handled_later() -> Iterator[None]:
+    """Handle signals that are received in this context when it ends, for work that all ranks do together."""
+    received: list[int] = []
+    previous = {number: signal.getsignal(number) for number in SIGNALS if callable(signal.getsignal(number))}
+    for number in previous:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
+
+
 class EarlyStop:
     """Ends parts of the work in this context at a signal, in addition to what the previous handlers do.
 

@@ -13,8 +13,6 @@ from swiftlite.args.commands import (
     DeployArgs,
     EvaluateArgs,
     ExportArgs,
-    GkdArgs,
-    GrpoArgs,
     InferArgs,
     SftArgs,
 )
@@ -133,12 +131,6 @@ def test_near(word, expected):
 
 def test_near_suggests_nothing_that_is_not_there():
     assert near("learning_rate", ["model"]) == ""
-
-
-def test_a_layout_of_a_reward_model_is_that_of_its_server():
-    name = "reward_tensor_model_parallel_size"
-    assert near(name, list(options(GrpoArgs))) == "reward_server"
-    assert near(name, list(options(GkdArgs))) != "reward_server"
 
 
 def test_yaml_reads_exponents_without_a_point_as_numbers(tmp_path):

@@ -2,19 +2,23 @@
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from swiftlite import rules
 from swiftlite.args.commands import GrpoArgs
 from swiftlite.base.errors import OptionError
 from swiftlite.base.heads import Heads
 from swiftlite.families.index import architecture_of
+from swiftlite.families.reward_model import as_reward_model
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
 from swiftlite.plan.cost.setup import Setup
+from swiftlite.plan.cost.teacher_memory import reward_configs, reward_weights
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
 from tests.messages import mentions, naming
 from tests.planned import plan, planned, setup_of
@@ -27,8 +31,8 @@ def test_the_engine_is_added_to_the_trainer(capsys, model):  # noqa: F811
     code, lines = plan(capsys, model=model, gpu_memory_gb=400.0, **ROLLOUTS)
     assert code == 0
     (start,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
-    trainer, reference, teacher, engine, cache, total = map(float, lines[start + 1].split())
-    assert reference == teacher == 0 < engine < trainer
+    trainer, reference, teacher, reward, engine, cache, total = map(float, lines[start + 1].split())
+    assert reference == teacher == reward == 0 < engine < trainer
     assert total == pytest.approx(trainer + engine + cache, abs=0.03)
     _, with_reference = plan(capsys, model=model, gpu_memory_gb=400.0, beta=0.1, **ROLLOUTS)
     assert float(with_reference[start + 1].split()[1]) > 0
@@ -58,10 +62,10 @@ def test_an_engine_that_sleeps_is_counted_while_it_draws(capsys, model):  # noqa
 
     (both,) = phases()
     training, drawing = phases(infer_backend="vllm")
-    assert training == [both[0], 0, 0, 0, 0, both[0]]
-    assert drawing[3:5] == both[3:5]
+    assert training == [both[0], 0, 0, 0, 0, 0, both[0]]
+    assert drawing[4:6] == both[4:6]
     assert drawing[0] < training[0]
-    assert drawing[-1] == pytest.approx(drawing[0] + sum(both[3:5]), abs=0.03)
+    assert drawing[-1] == pytest.approx(drawing[0] + sum(both[4:6]), abs=0.03)
     for options in ({"async_rollouts": 1}, {"vllm_engine_kwargs": {"enable_sleep_mode": False}}):
         assert phases(infer_backend="vllm", **options) == [both]
 
@@ -74,12 +78,44 @@ def test_sizes_are_those_of_the_files(tmp_path, family):
     args = planned(model=str(directory), max_batch_size=3, torch_dtype="float32", beta=0.1, **ROLLOUTS)
     setup, run = setup_of(args), args.run
     assert isinstance(run, GrpoArgs)
-    memory = estimate_rollouts(run, setup, estimate(config, setup), config, config)
+    memory = estimate_rollouts(run, setup, estimate(config, setup), config, config, {})
     # Heads share embedding and output layer with the trunk; some files have copies.
     tensors = {tensor.tobytes() for tensor in load_file(directory / "model.safetensors").values()}
     assert memory.engine == pytest.approx(sum(map(len, tensors)), rel=1e-3)  # without the biases of routers
     assert memory.reference < memory.engine
     assert memory.cache == 4 * 3 * 1024 * numbers_per_token(config)
+
+
+@pytest.mark.parametrize(("stages", "of_reward"), [(1, 1), (2, None), (2, 1)])
+def test_reward_models_with_a_layout_are_added_to_every_stage(capsys, tmp_path, stages, of_reward):
+    policy, judge = (str(make_tiny_hf(tmp_path / name, "qwen3", depth=0)) for name in ("policy", "judge"))
+    declare_classifier(Path(judge))
+    options = {"model": policy, "pipeline_model_parallel_size": stages, "torch_dtype": "float32", **ROLLOUTS}
+    options |= {"reward_model": [judge, judge], "reward_pipeline_model_parallel_size": of_reward}
+    options |= {"reward_tensor_model_parallel_size": 1}
+    args = planned(**options)
+    run = args.run
+    assert isinstance(run, GrpoArgs)
+    weights = reward_weights(run, setup_of(args), reward_configs(run))
+    size = sum(tensor.nbytes for tensor in load_file(Path(judge) / "model.safetensors").values())
+    assert len(weights) == stages
+    assert sum(weights) == pytest.approx(2 * size * stages / (of_reward or stages), rel=1e-3)
+    _, lines = plan(capsys, gpu_memory_gb=400.0, **options)
+    (start,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["stage", "model", "reward"])
+    assert len(lines[start + stages].split()) == 4
+    with pytest.raises(OptionError, match=naming("--reward_model megatron rm")):
+        rules.check(planned(**{**options, "reward_model": [policy]}))
+
+
+def declare_classifier(directory: Path) -> None:
+    """Turn a model into the files of a reward model."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(as_reward_model({**config, "tie_word_embeddings": False})))
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file(
+        tensors | {"score.weight": np.zeros((1, config["hidden_size"]), np.float32)}, directory / "model.safetensors"
+    )
 
 
 def numbers_per_token(config: dict[str, Any]) -> int:

@@ -18,12 +18,31 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from transformers import AutoTokenizer
+
 from swiftlite.base.errors import UserError
 from swiftlite.cli.main import main
+from swiftlite.data.rows.prompt import TURNS
+from swiftlite.data.sample import make_sample
+from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.rollouts.conversations import Conversations, EpisodeProcess
+from swiftlite.rollouts.turns import Turns
 from tests.e2e import sglang_forks
 from tests.weights_of import trunk_and_heads
+
+
+def config_of(job: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(
+        resolve_served(job["model"]),
+        "float32",
+        num_speculative_tokens=job["num_tokens"],
+        max_model_len=256,
+        max_batch_size=4,
+        engine_kwargs={"max_total_tokens": 4096, **job.get("engine_kwargs", {})},
+    )
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
@@ -33,18 +52,10 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     With "weights_of", a checkpoint of the same shapes, its weights are sent to the engine first, in buckets of one
     tensor, so that tensors which a loader fuses are in different buckets.
     """
-    config = EngineConfig(
-        resolve_served(job["model"]),
-        "float32",
-        num_speculative_tokens=job["num_tokens"],
-        max_model_len=256,
-        max_batch_size=4,
-        engine_kwargs={"max_total_tokens": 4096, **job.get("engine_kwargs", {})},
-    )
     if job.get("temperature") and job["num_tokens"]:
         sglang_forks.sample_verified_tokens()
     try:
-        engine: Any = start_engine("sglang", config)
+        engine: Any = start_engine("sglang", config_of(job))
     except UserError as error:
         return {"refused": [str(error)]}
     try:
@@ -77,6 +88,36 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         engine.close()
 
 
+def converse(job: dict[str, Any]) -> dict[str, Any]:
+    """Let a rollout function ask for two answers to each of two questions, and return their tokens."""
+    path = Path(job["rollout_func"])
+    template = ChatTemplate(AutoTokenizer.from_pretrained(job["model"]))
+    end = template.end_token_id
+    assert end is not None
+    prompts = []
+    for text in ("first?", "the second?"):
+        messages = [{"role": "user", "content": text}]
+        ids = template.encode_prompt(messages)
+        prompts.append(make_sample(ids, np.zeros(len(ids))).with_extras(**{TURNS: json.dumps(messages)}))
+    sampling = Sampling(job["max_new_tokens"], temperature=job["temperature"], log_p=True, stop_token_ids=(end,))
+    if job["num_tokens"]:
+        sglang_forks.sample_verified_tokens()
+    engine: Any = start_engine("sglang", config_of(job))
+    try:
+        with EpisodeProcess(path.stem, None, [str(path)], 60.0) as process:
+            drawing = Conversations(process, Turns(template, (), (end,)), max_turns=2)
+            drawn = drawing.draw(engine, sampling, prompts, {}, 0)
+    finally:
+        engine.close()
+    return {
+        "prompts": [prompt.input_ids.tolist() for prompt in prompts],
+        "tokens": [completion.token_ids for completion in drawn.completions],
+        "log_p": [completion.log_p for completion in drawn.completions],
+        "is_generated": [list(map(bool, mask)) for mask in drawn.is_generated],
+        "figures": dict(drawn.figures),
+    }
+
+
 def command(argv: list[str]) -> dict[str, Any]:
     """Run `swiftlite ...` with SGLang."""
     # Files, because SGLang's processes ask for the descriptor of stderr.
@@ -99,7 +140,8 @@ def stop_at(file: str, number: int) -> None:
 def do(job: dict[str, Any]) -> None:
     if "stop_at" in job:
         threading.Thread(target=stop_at, args=job["stop_at"], daemon=True).start()
-    print(json.dumps(command(job["argv"]) if "argv" in job else serve(job)), flush=True)
+    result = command(job["argv"]) if "argv" in job else converse(job) if "rollout_func" in job else serve(job)
+    print(json.dumps(result), flush=True)
     for process in multiprocessing.active_children():  # what a start that failed has left, and would be waited for
         process.kill()
 

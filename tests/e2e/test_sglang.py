@@ -140,11 +140,16 @@ def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
         for k, temperature in selected(request, "num_tokens", "temperature")
         if temperature
     }
+    asks_twice = {"model": str(commands.talking), "rollout_func": str(HERE / "asks_twice.py"), "max_new_tokens": 60}
+    conversations = {
+        ("conversations", k): asks_twice | {"num_tokens": k, "temperature": 0.7} for k in selected(request, "drafted")
+    }
     (commands.directory / "acceptance.json").write_text('{"depths": 1}')
     acceptance = ("--acceptance_json", str(commands.directory / "acceptance.json"))
     others: dict[Any, Any] = {
         **live,
         **drawn,
+        **conversations,
         "unknown option": unknown,
         "damaged": jobs[0] | {"model": str(damaged)},
         "infer": {"argv": commands.infer(*acceptance)},
@@ -189,6 +194,25 @@ def test_log_probabilities_are_those_of_transformers(served, num_tokens, tempera
         wanted = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[:, None])[:, 0]
         # Float32 products in another order.
         torch.testing.assert_close(torch.tensor(log_p), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("drafted", some_of([0, 3], 3))
+def test_conversations_have_the_log_probabilities_of_transformers(served, commands, drafted):
+    """Of generated tokens; messages of the function between answers have none."""
+    result = served["conversations", drafted]
+    assert result["figures"]["rollout/turns"] == 2
+    assert result["figures"]["rollout/failures"] == 0
+    model = open_hf(commands.talking)
+    results = (result[name] for name in ("prompts", "tokens", "log_p", "is_generated"))
+    for prompt, tokens, log_p, mask in zip(*results, strict=True):
+        changes = [number for number in range(1, len(mask)) if mask[number] != mask[number - 1]]
+        assert (mask[0], len(changes)) == (True, 2)
+        found = torch.tensor(log_p)
+        assert torch.equal(found.isnan(), ~torch.tensor(mask))
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0] / 0.7
+        wanted = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(found[mask], wanted[mask], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("with_vocabulary", WITH_VOCAB)

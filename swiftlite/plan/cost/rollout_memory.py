@@ -6,6 +6,7 @@ of the engine, its CUDA graphs and the fixed-size states of linear attention are
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swiftlite.args.commands import GrpoArgs
@@ -16,7 +17,7 @@ from swiftlite.families.rank import Rank
 from swiftlite.plan.cost.flops import training_flops
 from swiftlite.plan.cost.memory import StageMemory, estimate
 from swiftlite.plan.cost.setup import Setup
-from swiftlite.plan.cost.teacher_memory import frozen_weights, teacher_weights
+from swiftlite.plan.cost.teacher_memory import frozen_weights
 from swiftlite.plan.policy import is_base_of_adapters, reference_layout
 
 
@@ -27,8 +28,8 @@ class RolloutMemory:
     Attributes:
         trainer: peak of the trainer in a step, on the first pipeline stage.
         state: the part of `trainer` that stays between steps.
-        reference, teacher: weights of these models; 0 without them, and if the trained model without adapters is the
-            reference.
+        reference, teacher, reward: weights of these models; 0 without them, and if the trained model without adapters
+            is the reference.
         engine: weights of trunk and heads in the engine.
         cache: keys and values of `--max_batch_size` sequences of `--max_length` tokens.
         sleeps: whether the engine frees its memory while the trainer trains.
@@ -38,19 +39,20 @@ class RolloutMemory:
     state: int
     reference: int
     teacher: int
+    reward: int
     engine: int
     cache: int
     sleeps: bool = False
 
     @property
     def phases(self) -> dict[str, tuple[int, ...]]:
-        """The bytes of trainer, reference, teacher, engine, KV cache and their sum, by phase of the run."""
+        """The bytes of trainer, reference, teacher, reward, engine, KV cache and their sum, by phase of the run."""
         phases = {"both": (self.trainer, self.engine, self.cache)}
         if self.sleeps:
             phases = {"training": (self.trainer, 0, 0), "drawing": (self.state, self.engine, self.cache)}
         found = {}
         for name, (trainer, *of_engine) in phases.items():
-            sizes = (trainer, self.reference, self.teacher, *of_engine)
+            sizes = (trainer, self.reference, self.teacher, self.reward, *of_engine)
             found[name] = (*sizes, sum(sizes))
         return found
 
@@ -65,7 +67,7 @@ def estimate_rollouts(
     stages: list[StageMemory],
     hf_config: HfConfig,
     reference_config: HfConfig,
-    teacher_config: HfConfig | None = None,
+    frozen: Mapping[str, int],
     *,
     sleeps: bool = False,
 ) -> RolloutMemory:
@@ -74,16 +76,16 @@ def estimate_rollouts(
     Args:
         setup, stages: setup and stages of the trained model.
         reference_config: config.json of the reference model.
-        teacher_config: config.json of the teacher; None without one.
+        frozen: weights of "teacher" and "reward" models on the first rank, if there are such models.
         sleeps: whether the engine sleeps while the trainer trains.
     """
     has_reference = args.beta and not is_base_of_adapters(args, setup.lora)
     reference = frozen_weights(setup, reference_layout(args), reference_config)[0] if has_reference else 0
-    teacher = teacher_weights(args, setup, teacher_config)[0] if teacher_config else 0
+    teacher, reward = (frozen.get(name, 0) for name in ("teacher", "reward"))
     whole = dataclasses.replace(setup, layout=ParallelLayout(), num_gpus=1, lora=None, low_precision=None)
     engine = estimate(hf_config, whole)[0].weights
     cache = _cache_bytes(args, setup, hf_config)
-    return RolloutMemory(stages[0].total, stages[0].state, reference, teacher, engine, cache, sleeps)
+    return RolloutMemory(stages[0].total, stages[0].state, reference, teacher, reward, engine, cache, sleeps)
 
 
 def _cache_bytes(args: GrpoArgs, setup: Setup, hf_config: HfConfig) -> int:

@@ -1,5 +1,5 @@
 """Estimate the memory of frozen models next to the trained one: the teacher of `megatron gkd` or `megatron grpo`
-(`doctor --plan --teacher_model`) and the reference model of `megatron grpo`.
+(`doctor --plan --teacher_model`), and the reference model and the reward models of `megatron grpo`.
 
 This module does not import torch.
 
@@ -8,6 +8,8 @@ the memory of the host, so only their weights are added to the memory of a rank.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 
 from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.fields import ParallelLayout
@@ -17,12 +19,29 @@ from swiftlite.families.index import architecture_of
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.distillation import teacher_layout
+from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.layout import ranks_of
+from swiftlite.plan.policy import reward_layout, reward_models_on_ranks
 
 
 def teacher_weights(args: GkdArgs | GrpoArgs, setup: Setup, teacher_config: HfConfig) -> list[int]:
     """Return the bytes of the teacher's weights, as `frozen_weights`."""
     return frozen_weights(setup, teacher_layout(args, architecture_of(teacher_config)), teacher_config)
+
+
+def reward_configs(args: GrpoArgs) -> list[HfConfig]:
+    """Return config.json of each reward model on the ranks of the run."""
+    return [read_hf_config(Path(directory).expanduser()) for directory in reward_models_on_ranks(args)]
+
+
+def reward_weights(args: GrpoArgs, setup: Setup, configs: Sequence[HfConfig]) -> list[int]:
+    """Return the bytes of the weights of all reward models, as `frozen_weights`.
+
+    Args:
+        configs: config.json of each of them.
+    """
+    parts = [frozen_weights(setup, reward_layout(args, architecture_of(config)), config) for config in configs]
+    return list(map(sum, zip(*parts, strict=True)))
 
 
 def frozen_weights(setup: Setup, layout: ParallelLayout, config: HfConfig) -> list[int]:

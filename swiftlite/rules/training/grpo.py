@@ -15,15 +15,17 @@ from swiftlite.args.rl_fields import CompletionArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.index import ENGINES, names_with
+from swiftlite.families.index import known_architecture
+from swiftlite.families.reward_model import is_reward_model, num_labels
 from swiftlite.methods.index import method_of
 from swiftlite.methods.reward_names import name_of, name_of_server, reward_names_of
-from swiftlite.plan.facts import Facts
+from swiftlite.plan.facts import Facts, read_hf_config
 from swiftlite.plan.heads import heads_of, lora_of, mtp_init_of
 from swiftlite.plan.layout import choices
-from swiftlite.plan.policy import is_base_of_adapters, reference_layout
+from swiftlite.plan.policy import is_base_of_adapters, reference_layout, reward_layout, reward_models_on_ranks
 from swiftlite.plan.run import packing_of
 from swiftlite.rewards.index import REWARDS, check_reward
-from swiftlite.rewards.models import check_directory
+from swiftlite.rewards.models import TRAIN_ONE, check_directory
 from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rules import common, engine_options
 from swiftlite.rules.training import dpo, sft, teacher
@@ -273,6 +275,27 @@ def reference_fits_its_layout(args: GrpoArgs, facts: Facts) -> Iterator[Problem]
         yield from dpo.reference_problems(reference_layout(args), args, facts)
 
 
+def reward_models_fit_their_layout(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
+    on_ranks = reward_models_on_ranks(args)
+    if not on_ranks or out_of_bounds(args):
+        return
+    without = f"remove {shell_line([f'--{name}' for name in _OF_MODELS])}"
+    if args.async_rollouts and args.dynamic_sample:
+        problem = "--async_rollouts 1 with --dynamic_sample: reward models with a layout cannot score during a step"
+        yield problem, f"remove one of the two; or {without}"
+    for directory in on_ranks:
+        config = read_hf_config(Path(directory).expanduser())
+        if not is_reward_model(config):
+            yield f"--reward_model {directory} has no layout: it is not of a family that megatron rm trains", without
+            continue
+        if (number := num_labels(config)) != 1:
+            yield f"--reward_model {directory} has {number} labels; a reward model has one", TRAIN_ONE
+        architecture = known_architecture(config)
+        layout = reward_layout(args, architecture)
+        for problem, hint in common.problems_beside("reward", layout, architecture, args, facts):
+            yield f"--reward_model {directory}: {problem}", hint
+
+
 def reference_can_follow(args: GrpoArgs, facts: Facts) -> Iterator[Problem]:
     if not args.sync_ref_model:
         return
@@ -328,6 +351,7 @@ def settings_have_an_effect(args: GrpoArgs, facts: Facts) -> Iterator[str]:
         "max_resample_times": (not args.dynamic_sample, "--dynamic_sample is false"),
         "log_completions": (not {*_WITH_TABLES} & {*args.report_to}, "--report_to has no tracker with tables"),
         **dict.fromkeys(_OF_REWARDS, stored if stored[0] else no_rewards),
+        **dict.fromkeys(_OF_MODELS, stored if stored[0] else (not args.reward_model, "--reward_model is not given")),
         **dict.fromkeys((*_OF_DRAWING, *options(SamplingArgs)), stored),
         **dict.fromkeys(("eval_steps", "eval_iters"), stored),
         **dict.fromkeys(("infer_backend", "weight_transport", *KWARGS_OF_ENGINES), stored if stored[0] else served),
@@ -340,6 +364,7 @@ _OF_TEACHER = ("teacher_kl_coef", "teacher_tensor_model_parallel_size", "teacher
 _OF_SYNC = ("ref_model_mixup_alpha", "ref_model_sync_steps")
 _OF_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 _WITH_TABLES = ("wandb", "swanlab", "trackio")
+_OF_MODELS = ("reward_tensor_model_parallel_size", "reward_pipeline_model_parallel_size")
 _OF_REWARDS = ("external_plugins", "advantage_estimator", "scale_rewards")
 _OF_DRAWING = ("reward_funcs", "reward_model", "reward_server", "reward_weights", "rollout_server", "max_batch_size")
 _OF_DRAWING += ("dynamic_sample", "max_resample_times", "draft_schedule", "async_rollouts")
@@ -352,6 +377,7 @@ RULES = (
     conversations_have_code,
     old_completions_are_corrected,
     reference_fits_its_layout,
+    reward_models_fit_their_layout,
     reference_can_follow,
     groups_fit_the_batch,
     rewards_can_be_compared,

@@ -1,4 +1,5 @@
-"""Open a further model that is not trained, on ranks of the trained model: a teacher or a reference model."""
+"""Open a further model that is not trained, on ranks of the trained model: a teacher, a reference model or a reward
+model."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,12 +34,12 @@ def open_frozen(
         flag: the option that names the model, for errors.
         options: further arguments of `build_model`.
 
-    If the rows of the run have images, the model computes them with its own tower.
+    If the rows of the run have images, the model computes them with its own tower, except reward models.
 
     Raises:
         UserError: the model cannot be opened, is not the same on all ranks, or divides images into other inputs.
     """
-    if run.hf_model.computes_images:
+    if run.hf_model.computes_images and not model.family.is_reward_model:
         model = with_same_images(model, run.hf_model, flag)
     tensors = agreement.digest(describe(model.directory))
     agreement.check_agreement({f"tensors of {flag}": tensors, f"commit of {flag}": model.identity})

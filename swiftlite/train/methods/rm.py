@@ -72,12 +72,15 @@ def load_pairs(args: RmArgs, encoder: Encoder, vocab_size: int) -> Data:
 
 def _with_last(pad: int, number: int, sample: Sample) -> Sample:
     """Return a pair with the position of the last token of each answer that is not `pad`, as transformers finds it."""
-    found = []
-    for answer in sample.sequences:
-        others = np.flatnonzero(answer.input_ids != pad)
-        found.append(int(others[-1]) if len(others) else 0)
+    found = [last_token(answer.input_ids, pad) for answer in sample.sequences]
     others = tuple(other.with_extras(last=last) for other, last in zip(sample.others, found[1:], strict=True))
     return replace(sample.with_extras(last=found[0]), others=others)
+
+
+def last_token(input_ids: np.ndarray, pad: int) -> int:
+    """Return the position of the last token that is not `pad`; 0 without one."""
+    others = np.flatnonzero(input_ids != pad)
+    return int(others[-1]) if len(others) else 0
 
 
 @dataclass(frozen=True)
