@@ -261,10 +261,10 @@ def test_kept_states_change_no_bit(tmp_path, mesh, monkeypatch, family, num_fits
 
 def test_samples_are_spread_over_all_files():
     samples = [make_sample(np.full(100, number), np.ones(100)) for number in range(1000)]
-    chosen = samples_to_fit(samples, hidden_size=32)  # 3,200 tokens of 100,000
+    chosen = samples_to_fit(samples, num_inputs=64)  # 3,200 tokens of 100,000
     numbers = [int(sample.input_ids[0]) for sample in chosen]
     assert numbers == list(range(0, 1000, 31))
-    assert len(samples_to_fit(samples[:3], hidden_size=32)) == 3
+    assert len(samples_to_fit(samples[:3], num_inputs=64)) == 3
 
 
 @pytest.mark.parametrize(
