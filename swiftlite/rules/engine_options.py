@@ -15,7 +15,7 @@ from swiftlite.args.commands import (
 )
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.args.fields import SamplingArgs
+from swiftlite.args.fields import WITH_HEADS, SamplingArgs
 from swiftlite.base.heads import MTP
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo

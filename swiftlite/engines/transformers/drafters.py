@@ -17,7 +17,6 @@ from swiftlite.families import dflash, eagle3
 from swiftlite.families.resolved import HfModel
 
 
-
 def load_drafter(model: HfModel, decoder: Any) -> nn.ModuleList:
     """Load the checkpoint's MTP heads, or its drafter, on the device and in the dtype of the decoder."""
     if model.heads.kind == MTP:
