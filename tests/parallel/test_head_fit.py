@@ -1,7 +1,7 @@
 """Test `fit_last_layer` for every kind of layout against fits with numpy to transformers' states."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from swiftlite.args.fields import MoeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
+from swiftlite.families.drafters import with_drafter
 from swiftlite.families.layer import Layer
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.model import trunk
@@ -144,13 +145,18 @@ class Problem:
 class Reference:
     """The head of depth 1 in float64, computed with transformers' layers.
 
+    Args:
+        features: numbers of the layers whose inputs the projection reads after the embedding and the state, which is
+            then that before the final norm.
+
     Attributes:
         projection, mlp: the least-squares problems of both fits.
         copied_HF: output matrix of the last layer's MLP.
     """
 
     @torch.no_grad()
-    def __init__(self, hf_dir: Path):
+    def __init__(self, hf_dir: Path, features: Sequence[int] = ()):
+        self.features = features
         model: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float64).eval()
         self.copied_HF = model.model.layers[-1].mlp.down_proj.weight.numpy()
         self.eps = model.config.rms_norm_eps
@@ -171,7 +177,10 @@ class Reference:
         hook = model.model.norm.register_forward_pre_hook(lambda norm, args: last_outputs.append(args[0]))
         states = model.model(token_ids, output_hidden_states=True).hidden_states
         hook.remove()
-        inputs = torch.cat([self._normed(states[0][0, 1:]), self._normed(states[-1][0, :-1])], dim=-1)
+        read = [states[-1], *(states[layer] for layer in self.features)]
+        if self.features:
+            read[0] = last_outputs[0]
+        inputs = torch.cat([self._normed(states[0][0, 1:]), *(self._normed(each[0, :-1]) for each in read)], dim=-1)
         return inputs, states[-2][0, 1:], last_outputs[0][0, 1:]
 
     def _head(self, model: Any, hidden_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,6 +242,36 @@ def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
     change = change - reference.copied_HF
     expected = reference.mlp.solution() / hf_model.config["residual_multiplier"]
     np.testing.assert_allclose(change, expected, atol=1e-5)
+
+
+def test_features_are_inputs_of_the_first_draft_alone(tmp_path, mesh):
+    """The projection of later drafts has the same columns for the embedding, and is the best one with them."""
+    features = (1, 2)
+    hf_dir = make_tiny_hf(tmp_path / "hf", "llama", depth=0, num_hidden_layers=4)
+    hf_model = resolve(hf_dir)
+    hf_model = replace(hf_model, config=with_drafter(hf_model.config, None, features=features))
+    heads = replace(hf_model.heads, layers=1, unroll=2)
+    (model,) = chunks = open_model(hf_model, mesh, dtype=torch.float32, heads=heads, mtp_init="fit_last_layer")[0]
+    fit_heads(
+        chunks,
+        mesh,
+        [collate([make_sample(row, np.ones(len(row))) for row in make_rows()], 0, num_drafts=2)],
+        block_of(hf_model),
+    )
+    reference = Reference(hf_dir, features)
+    embedding, first, later = (
+        model.get_parameter(f"mtp.layers.0.eh_proj.{part}.weight").numpy(force=True)
+        for part in ("embedding", "first", "later")
+    )
+    whole, size = reference.projection, len(embedding)
+    np.testing.assert_allclose(np.concatenate((embedding, first), axis=1), whole.solution(), atol=1e-5)
+    state = slice(size, 2 * size)
+    rest = Problem(whole.input_NI[:, state], whole.target_NH - whole.input_NI[:, :size] @ embedding.T.astype(float))
+    # The penalty is that of the first draft.
+    gradient = (rest.input_NI @ later.T - rest.target_NH).T @ rest.input_NI + whole.penalty() * later
+    assert np.abs(gradient).max() < 1e-4 * np.abs(rest.target_NH.T @ rest.input_NI).max()
+    change = model.get_parameter("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight").numpy(force=True)
+    np.testing.assert_allclose(change - reference.copied_HF, reference.mlp.solution(), atol=2e-5)
 
 
 @pytest.mark.parametrize(
