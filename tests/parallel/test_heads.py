@@ -44,7 +44,7 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "eagle3": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "eagle3, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only"}),
     "features": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
-    "features, fitted": ("llama", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_features": [1, 3]}),
+    "features, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
     "dflash": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "dflash, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
 }
@@ -62,7 +62,7 @@ CHOSEN = {
     "eagle3": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
     "eagle3, packed": ("CP2", "PP2"),
     "features": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
-    "features, fitted": ("TP2+SP", "PP2", "CP2"),
+    "features, packed": ("CP2", "PP2"),
     "dflash": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
     "dflash, packed": ("TP2+SP", "CP2"),
 }
@@ -72,7 +72,7 @@ LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "P
 def add_drafter(directory: Path, way: str) -> None:
     if way.startswith("eagle3"):
         eagle3_reference.add_drafter(directory, "3.1", [0, 2, 3])
-    elif way == "features":
+    elif way.startswith("features"):
         feature_reference.add_head(directory, "qwen3", [0, 2])
     elif way.startswith("dflash"):
         dflash_reference.add_drafter(directory, [1, 3], layers=2)
@@ -130,8 +130,7 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         ("features", "DP2"),
         ("features", "CP2"),
         ("features", "PP2"),
-        ("features, fitted", "PP2"),
-        ("features, fitted", "CP2"),
+        ("features, packed", "PP2"),
         ("dflash", "TP2"),
         ("dflash", "DP2"),
         ("dflash", "CP2"),
