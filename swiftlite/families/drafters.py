@@ -65,7 +65,7 @@ def with_drafter(
         return dict(hf_config)
     if name is not None:
         new = NEW[name](hf_config)
-    elif features and are_features([*features], sizes[0]):
+    elif features and 0 not in features and are_features([*features], sizes[0]):
         new = mtp_features.declaration(features)
     else:
         return dict(hf_config)

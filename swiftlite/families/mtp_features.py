@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 KIND = MTP_FEATURES
 DRAFTING = Drafting(takes_before_norm=True, recycles_before_norm=True)
+CLASS_ENDING = "MtpFeaturesEagle3"
+"""Ending of the names of the plugin's draft classes for vLLM, after the architecture of the trunk. vLLM's method
+"eagle3" keeps names that end in Eagle3."""
 BLOCK = "mtp.layers.0."
 """Prefix of the decoder layer's HF keys."""
 _PREFIX = "mtp."
@@ -55,7 +58,7 @@ def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
     features = Heads.from_config(hf_config).features
     return {
         **hf_config,
-        "architectures": [f"{architecture}MtpFeaturesEagle3" for architecture in hf_config["architectures"]],
+        "architectures": [architecture + CLASS_ENDING for architecture in hf_config["architectures"]],
         "eagle_aux_hidden_state_layer_ids": [*features, hf_config["num_hidden_layers"]],
     }
 
@@ -77,8 +80,11 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
 
 def _problems(hf_config: HfConfig) -> list[str]:
     declared, problems = hf_config[DRAFTER_KEY], []
-    if not declared.get(FEATURES_KEY):
+    features = declared.get(FEATURES_KEY)
+    if not features:
         problems.append(f"{FEATURES_KEY} is missing")
+    elif isinstance(features, list) and features[0] == 0:
+        problems.append(f"{FEATURES_KEY} has layer 0, whose input is the embedding")
     if declared.get("layers") not in (0, 1):
         problems.append("layers is not 0 or 1")
     return problems

@@ -73,7 +73,7 @@ def add_drafter(directory: Path, way: str) -> None:
     if way.startswith("eagle3"):
         eagle3_reference.add_drafter(directory, "3.1", [0, 2, 3])
     elif way.startswith("features"):
-        feature_reference.add_head(directory, "qwen3", [0, 2])
+        feature_reference.add_head(directory, "qwen3", [1, 3])
     elif way.startswith("dflash"):
         dflash_reference.add_drafter(directory, [1, 3], layers=2)
 

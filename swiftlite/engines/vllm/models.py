@@ -326,7 +326,7 @@ class MtpDraft(nn.Module):
         filled = fill(
             parameters,
             weights,
-            len(self.model.heads),
+            heads_of(self.config).layers,
             default_weight_loader,
             self.expert_mapping(),
             is_part=not is_mtp_completeness_check_enabled(),

@@ -28,9 +28,11 @@ from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts, postponed
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
+from swiftlite.families.mtp_features import CLASS_ENDING
 from swiftlite.families.serving.index import drafts_of_plugin, model_types
 from swiftlite.families.serving.vllm import convention
 
+_FEATURE_HEADS = "swiftlite.engines.vllm.mtp_features"
 _MODELS, _IMAGE_MODELS = "swiftlite.engines.vllm.models", "swiftlite.engines.vllm.image_models"
 PLUGIN_DRAFTS = drafts_of_plugin(convention)
 """Conventions of the plugin's draft classes, by architecture of the trunk."""
@@ -150,6 +152,8 @@ def register() -> None:
         # vLLM's own classes reject mtp.* tensors: "There is no module or parameter named 'mtp'".
         ModelRegistry.register_model(trunk, f"{_module_of(trunk)}:{trunk}")
         ModelRegistry.register_model(draft, f"{_module_of(trunk)}:{draft}")
+        if _module_of(trunk) == _MODELS:
+            ModelRegistry.register_model(trunk + CLASS_ENDING, f"{_FEATURE_HEADS}:{trunk}{CLASS_ENDING}")
     for architecture, corrected in CORRECTED.items():
         ModelRegistry.register_model(architecture, f"{_MODELS}:{corrected}")
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)

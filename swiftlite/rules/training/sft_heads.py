@@ -120,11 +120,12 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
 
 def features_are_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     num_layers = facts.hf_config.get("num_hidden_layers")
-    if args.mtp_features and isinstance(num_layers, int) and not are_features(args.mtp_features, num_layers):
-        given = ",".join(map(str, args.mtp_features))
-        middle = sorted({num_layers // 2, max(num_layers - 3, 0)})
+    if not args.mtp_features or not isinstance(num_layers, int):
+        return
+    if 0 in args.mtp_features or not are_features(args.mtp_features, num_layers):
+        given, middle = ",".join(map(str, args.mtp_features)), sorted({num_layers // 2, max(num_layers - 3, 1)})
         yield (
-            f"--mtp_features {given} must be numbers of decoder layers from 0 to {num_layers - 1}, in ascending order",
+            f"--mtp_features {given} must be numbers of decoder layers from 1 to {num_layers - 1}, in ascending order",
             f"for example --mtp_features {','.join(map(str, middle))}",
         )
 
