@@ -342,6 +342,7 @@ def _with_config(vllm_config: VllmConfig, config: Any) -> VllmConfig:
     changed = copy(vllm_config)
     changed.model_config = copy(speculative.draft_model_config)
     changed.model_config.hf_config = config
+    changed.model_config.hf_text_config = config.get_text_config()
     return changed
 
 

@@ -25,7 +25,7 @@ from vllm.model_executor.models.utils import maybe_prefix
 
 from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.vllm import models
-from swiftlite.engines.vllm.plugin import DRAFTS
+from swiftlite.engines.vllm.plugin import DRAFTS, layers_like_the_last
 from swiftlite.families.mtp_features import CLASS_ENDING
 
 
@@ -103,6 +103,8 @@ class FeatureDraft(models.MtpDraft):
         # vLLM wraps the config for this method.
         of_draft: Any = speculative.draft_model_config.hf_config
         self.config: Any = of_draft.model
+        trunk = self.config.architectures[0].removesuffix(CLASS_ENDING)
+        self.config.update(layers_like_the_last(trunk, self.config, 1))
         self.model: Any = FeatureHead(
             vllm_config=vllm_config,
             config=self.config,

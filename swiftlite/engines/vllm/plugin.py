@@ -69,8 +69,7 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     # "mtp" is one of vLLM's MTPModelTypes, without special treatment.
     changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": heads_of(hf_config).layers}
     text_config = hf_config.get_text_config()
-    if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"):
-        changes |= _layers_like_the_last(text_config, changes["n_predict"])
+    changes |= layers_like_the_last(architecture, text_config, changes["n_predict"])
     text_config.update(_settings_outside(hf_config, text_config) | changes)
     return text_config
 
@@ -98,11 +97,13 @@ def _module_of(trunk: str) -> str:
     return _MODELS
 
 
-def _layers_like_the_last(hf_config: PreTrainedConfig, num_heads: int) -> dict[str, Any]:
+def layers_like_the_last(architecture: str, hf_config: PreTrainedConfig, num_heads: int) -> dict[str, Any]:
     """Return settings with which MTP heads have the same kind of layer as the trunk's last layer.
 
-    vLLM selects the kind of a layer by its index; the indices of heads start from 0.
+    For these architectures, vLLM selects the kind of a layer by its index; the indices of heads start from 0.
     """
+    if architecture not in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"):
+        return {}
     last = hf_config.num_hidden_layers - 1
     dense_heads: list[int] = []
     if last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0:
