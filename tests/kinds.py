@@ -197,6 +197,7 @@ KINDS: dict[str, Kind] = {
     "unrolled packed heads_only tv": exported("dense", "--mtp_unroll 3 --mtp_mode heads_only --mtp_loss tv {packed}"),
     "eagle3": exported("llama", "--mtp_mode heads_only --drafter eagle3 --mtp_unroll 2"),
     "eagle3.1 packed": both("llama", "--mtp_mode heads_only --drafter eagle3.1 --mtp_unroll 3 {packed}"),
+    "features packed": both("llama", "--mtp_mode heads_only --mtp_features 1 --mtp_unroll 3 {packed}"),
     "dflash packed": both("llama", "--mtp_mode heads_only --drafter dflash --mtp_unroll 3 {packed}"),
     "unrolled joint": device("dense", f"{HEADS_ONLY} --mtp_unroll 3 --mtp_unroll_weights joint"),
     "unrolled qwen3": exported("qwen3", f"{NEW_HEAD} --mtp_unroll 3"),

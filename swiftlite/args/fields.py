@@ -93,6 +93,10 @@ class MtpArgs:
     drafter_layers: bounds.DrafterDepth | None = None
     """With --drafter dflash: number of its decoder layers. Published drafters have 5. Default: that of the
     checkpoint, or 1."""
+    mtp_features: list[int] = field(default_factory=list)
+    """With heads_only: numbers of decoder layers whose outputs the MTP head reads in addition to the last state of
+    the trunk, counted from 1, such as 15,27 of 30 layers: a middle and a late one. For 20,000 tokens of answers and
+    more. The export has the head in the folder draft/. Default: those of the checkpoint, or none."""
     draft_for: str | None = None
     """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. vllm_stock:
     heads of dense models that vLLM runs without swiftlite's plugin, from the folder draft/ of the export. Default: the

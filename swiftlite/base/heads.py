@@ -33,6 +33,8 @@ FEATURES_KEY = "feature_layers"
 """Key of this object for `Heads.features`."""
 MTP = "mtp"
 """The kind of drafter of a config.json without DRAFTER_KEY: MTP heads."""
+MTP_FEATURES = "mtp_features"
+"""The kind of drafter of an MTP head that also reads inputs of decoder layers."""
 
 KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY, DRAFTER_KEY)
 """All keys of a config.json that describe heads only."""
@@ -68,7 +70,8 @@ class Heads:
         kind: kind of drafter (`families/drafters.py`). A layer of another kind than MTP heads is a numbered part of it,
             and `unroll` the number of tokens that the part drafts.
         features: numbers (from 0) of the decoder layers whose inputs the drafter reads, ascending, instead of the last
-            state of the trunk. The input of layer n is the output of layer n - 1, that of layer 0 the embedding.
+            state of the trunk, or in addition (`reads_state`). The input of layer n is the output of layer n - 1, that
+            of layer 0 the embedding.
     """
 
     layers: int = 0
@@ -105,6 +108,11 @@ class Heads:
     def drafts(self) -> int:
         """Number of draft tokens in one step of an engine, in addition to the next token."""
         return self.layers * self.unroll
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether the drafter reads the last state of the trunk."""
+        return not self.features or self.kind == MTP_FEATURES
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
@@ -22,6 +23,8 @@ from swiftlite.bridge.binding import Shard
 from swiftlite.bridge.rows import HfConfig, Row, RowTable
 
 Fill = Callable[[Shard], None]
+STATE_FACTOR = 0.2
+"""Factor of the trunk's state in a new projection, see `_pass_through`."""
 
 
 def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
@@ -55,6 +58,8 @@ def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:
         fills[f"mtp.layers.{head}.enorm.weight"] = start
         fills[f"mtp.layers.{head}.hnorm.weight"] = start
         fills[f"mtp.layers.{head}.eh_proj.weight"] = _pass_through
+        for part, factor in (("embedding", 1.0), ("first", STATE_FACTOR), ("later", STATE_FACTOR)):
+            fills[f"mtp.layers.{head}.eh_proj.{part}.weight"] = partial(_multiply, factor=factor)
         fills[f"mtp.layers.{head}.fc.weight"] = _last_feature
     return fills
 
@@ -97,7 +102,14 @@ def _pass_through(shard: Shard) -> None:
     rows = shard.first + local_rows  # indices in the whole projection
     shard.tensor.zero_()
     shard.tensor[local_rows, rows] = 1.0
-    shard.tensor[local_rows, num_columns // 2 + rows] = 0.2
+    shard.tensor[local_rows, num_columns // 2 + rows] = STATE_FACTOR
+
+
+def _multiply(shard: Shard, factor: float) -> None:
+    """Set a part of the projection of a head with features to [factor * I, 0]: it ignores the features."""
+    local_rows = torch.arange(len(shard.tensor))
+    shard.tensor.zero_()
+    shard.tensor[local_rows, shard.first + local_rows] = factor
 
 
 def _last_feature(shard: Shard) -> None:

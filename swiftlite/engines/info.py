@@ -66,6 +66,7 @@ class EngineInfo:
         server_takes_draft_schedule: whether the server supports --draft_schedule.
         joins_ngrams: whether the adapter and the server support drafts from the text (`ngram.py`) as well.
         drafts_without_heads: whether they support drafts from the text alone.
+        runs_drafters: whether they support drafters other than MTP heads (`SERVED` in `families/drafters.py`).
         takes_live_weights: whether the engine's server accepts new weights while serving.
         logs_requests: whether the engine's server supports the middleware of `request_log`.
         serves_adapters: whether the engine's server supports adapters. Tests check that it gives the answers of the
@@ -129,6 +130,7 @@ class EngineInfo:
     server_takes_draft_schedule: bool = True
     joins_ngrams: bool = False
     drafts_without_heads: bool = False
+    runs_drafters: bool = False
     takes_live_weights: bool = False
     logs_requests: bool = False
     is_batched: bool = True

@@ -17,6 +17,7 @@ from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.engines.quantization import quantization_of, quantization_words
 from swiftlite.export.provenance import Provenance
+from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.write import draft_file_of
 from swiftlite.hub.name import HubName
@@ -35,7 +36,7 @@ def model_card(
     """Return the text of README.md.
 
     Args:
-        has_draft_folder: whether vLLM drafts from a folder, without swiftlite's plugin.
+        has_draft_folder: whether vLLM drafts from a folder.
         gguf_file: name of the GGUF file that the repository contains instead of safetensors; "" otherwise.
         heads: heads of the model.
         measured: directory of the run whose acceptance.json, if it exists, describes the exported heads. None if the
@@ -210,12 +211,16 @@ def _serving(repository: str, heads: Heads) -> list[str]:
 
 
 def _serving_from_folder(repository: str, heads: Heads) -> list[str]:
-    speculative = {"method": heads.kind, "model": f"model/{DRAFT_FOLDER}", "num_speculative_tokens": heads.drafts}
+    drafter = DRAFTERS[heads.kind]
+    speculative: dict[str, Any] = {"method": drafter.vllm_method or heads.kind, "model": f"model/{DRAFT_FOLDER}"}
+    speculative["num_speculative_tokens"] = heads.drafts
+    needed = "vLLM has the draft class; swiftlite does not have to be installed."
+    if drafter.needs_plugin:
+        needed = "vLLM requires swiftlite in its environment, whose plugin contains the draft class."
     return [
         "## Serving",
         "",
-        "Drafts do not change answers, because the trunk verifies them. vLLM has the draft class; swiftlite does not "
-        "have to be installed.",
+        f"Drafts do not change answers, because the trunk verifies them. {needed}",
         "",
         f"    hf download {repository} --local-dir model",
         f"    vllm serve model --speculative-config '{json.dumps(speculative)}'",

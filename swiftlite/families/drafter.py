@@ -16,11 +16,28 @@ if TYPE_CHECKING:
     from swiftlite.families.family import Family
 
 
+_OF_MLP = ("mlp.", "pre_mlp_layernorm.", "post_mlp_layernorm.")
+"""Prefixes of the parameters of a decoder layer that belong to its MLP, or to a norm of the MLP's input or output."""
+
+
 def no_copies(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str]:
     """Return an empty mapping, for drafters whose layers contain no copies of the trunk's tensors, or start without
     copies.
     """
     return {}
+
+
+def sources_of_head(family: "Family", hf_config: HfConfig, head: int) -> dict[str, str]:
+    """Return the parameters of the trunk's last decoder layer with the same attention and MLP, or of two layers, one
+    for each, and of what follows the last layer."""
+    attention, mlp = family.architecture(hf_config).mtp_sources
+    prefix = f"mtp.layers.{head}."
+    sources = {f"{prefix}final_layernorm.weight": "decoder.final_layernorm.weight"}
+    sources[f"{prefix}output_layer.weight"] = "output_layer.weight"  # of heads that have their own output layers
+    for row in family.block_rows(hf_config):
+        layer = mlp if row.mcore.startswith(_OF_MLP) else attention
+        sources[f"{prefix}transformer_layer.{row.mcore}"] = f"decoder.layers.{layer}.{row.mcore}"
+    return sources
 
 
 def no_config(family: "Family", hf_config: HfConfig, layers: int) -> dict[str, Any]:
@@ -51,9 +68,12 @@ class Drafter:
         drafting: returns which of the trunk's states the layers read, if `Heads.drafting` is None.
         problems: returns a problem (one line) for every invalid setting of the kind.
         why_not: returns why a model cannot have this drafter; empty if it can.
-        own_config: returns the config.json of the drafter in a directory of its own, from which vLLM drafts without
-            swiftlite's plugin; None for drafters that no engine reads.
+        own_config: returns the config.json of the drafter in a directory of its own, from which vLLM drafts; None for
+            drafters that no engine reads.
         vllm_trunks: families of trunks that vLLM drafts for with it.
+        vllm_method: vLLM's name of the kind; empty: the same.
+        needs_plugin: whether vLLM drafts with a class of swiftlite's plugin, and not without it.
+        is_fitted: whether `--mtp_init fit_last_layer` can fit new layers (`train/head_fit.py`).
     """
 
     rows: Callable[["Family", HfConfig, int], list[Row]]
@@ -66,6 +86,9 @@ class Drafter:
     why_not: Callable[["Family", HfConfig], str] = lambda family, hf_config: ""
     own_config: Callable[["Family", HfConfig], dict[str, Any]] | None = None
     vllm_trunks: tuple[str, ...] = ()
+    vllm_method: str = ""
+    needs_plugin: bool = False
+    is_fitted: bool = False
 
     @property
     def starts_with_copies(self) -> bool:

@@ -1,6 +1,6 @@
 """List the kinds of drafters, by the `kind` that config.json declares. If it declares none, the kind is MTP heads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.base.errors import clip
 from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP
 from swiftlite.bridge.rows import HfConfig, Row, lift
-from swiftlite.families import dflash, eagle3
-from swiftlite.families.drafter import Drafter
+from swiftlite.families import dflash, eagle3, mtp_features
+from swiftlite.families.drafter import Drafter, sources_of_head
 
 if TYPE_CHECKING:
     from swiftlite.families.family import Family
 
 MAX_LAYERS = 100
 """Maximum number of layers, as for MTP heads."""
-_OF_MLP = ("mlp.", "pre_mlp_layernorm.", "post_mlp_layernorm.")
-"""Prefixes of the parameters of a decoder layer that belong to its MLP, or to a norm of the MLP's input or output."""
 
 
 def _rows_of_head(family: "Family", hf_config: HfConfig, head: int) -> list[Row]:
@@ -26,30 +24,19 @@ def _rows_of_head(family: "Family", hf_config: HfConfig, head: int) -> list[Row]
     return family.mtp.frame_rows(hf_config, head) + block
 
 
-def _sources_of_head(family: "Family", hf_config: HfConfig, head: int) -> dict[str, str]:
-    """Return the parameters of the trunk's last decoder layer with the same attention and MLP, or of two layers, one
-    for each, and of what follows the last layer."""
-    attention, mlp = family.architecture(hf_config).mtp_sources
-    prefix = f"mtp.layers.{head}."
-    sources = {f"{prefix}final_layernorm.weight": "decoder.final_layernorm.weight"}
-    sources[f"{prefix}output_layer.weight"] = "output_layer.weight"  # of heads that have their own output layers
-    for row in family.block_rows(hf_config):
-        layer = mlp if row.mcore.startswith(_OF_MLP) else attention
-        sources[f"{prefix}transformer_layer.{row.mcore}"] = f"decoder.layers.{layer}.{row.mcore}"
-    return sources
-
-
 DRAFTERS: dict[str, Drafter] = {
     MTP: Drafter(
         rows=_rows_of_head,
-        sources=_sources_of_head,
+        sources=sources_of_head,
         layer_of=lambda family, hf_config, hf_key: family.mtp.head_of(hf_config, hf_key),
         copies=lambda family, hf_config, head: family.mtp.copies(hf_config, head),
         config=lambda family, hf_config, layers: family.mtp.config(hf_config, layers),
         drafting=lambda family, hf_config: family.mtp.drafting,
+        is_fitted=True,
     ),
     eagle3.KIND: eagle3.EAGLE3,
     dflash.KIND: dflash.DFLASH,
+    mtp_features.KIND: mtp_features.FEATURE_HEAD,
 }
 
 SERVED = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.own_config))
@@ -63,17 +50,26 @@ NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
 """The values of --drafter, each with a function that returns what config.json declares for it, without layers."""
 
 
-def with_drafter(hf_config: HfConfig, name: str | None, decoder_layers: int | None = None) -> dict[str, Any]:
-    """Return a config.json that declares a drafter of NEW without layers, so that a run creates them. If it already
-    declares this drafter, or `name` is None, nothing changes.
+def with_drafter(
+    hf_config: HfConfig, name: str | None, decoder_layers: int | None = None, features: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return a config.json that declares a drafter of NEW, or an MTP head with features, without layers, so that a run
+    creates them. If it already declares this drafter, or none is given, nothing changes.
 
     Args:
         decoder_layers: number of decoder layers of a DFlash drafter; None: that of config.json, or 1.
+        features: numbers of the layers whose inputs an MTP head reads; numbers that a rule reports change nothing.
     """
     sizes = (hf_config.get("num_hidden_layers"), hf_config.get("vocab_size"))
-    if name is None or not all(isinstance(size, int) for size in sizes):  # which a rule reports
+    if not all(isinstance(size, int) for size in sizes):  # which a rule reports
         return dict(hf_config)
-    new, declared = NEW[name](hf_config), hf_config.get(DRAFTER_KEY)
+    if name is not None:
+        new = NEW[name](hf_config)
+    elif features and 0 not in features and are_features([*features], sizes[0]):
+        new = mtp_features.declaration(features)
+    else:
+        return dict(hf_config)
+    declared = hf_config.get(DRAFTER_KEY)
     if not isinstance(declared, dict):
         declared = {}
     if declared.get("kind") == new["kind"] == dflash.KIND:
@@ -103,13 +99,13 @@ def drafter_problems(hf_config: Mapping[str, Any]) -> list[str]:
     if type(layers) is not int or not 0 <= layers <= MAX_LAYERS:
         shown = clip(repr(layers), 80)
         problems.append(f"{DRAFTER_KEY}: layers {shown} is not an integer from 0 to {MAX_LAYERS}")
-    if not _are_features(declared.get(FEATURES_KEY, []), hf_config.get("num_hidden_layers")):
+    if not are_features(declared.get(FEATURES_KEY, []), hf_config.get("num_hidden_layers")):
         shown = clip(repr(declared[FEATURES_KEY]), 80)
         problems.append(f"{DRAFTER_KEY}: {FEATURES_KEY} {shown} is not an ascending list of numbers of decoder layers")
     return problems
 
 
-def _are_features(given: Any, num_layers: Any) -> bool:
+def are_features(given: Any, num_layers: Any) -> bool:
     """Return whether a value can be `Heads.features`."""
     if not isinstance(given, list) or not all(type(layer) is int for layer in given):
         return False

@@ -114,13 +114,14 @@ def resolve(name: str | Path) -> HfModel:
 
 def resolve_options(args: Any) -> dict[str, HfModel]:
     """Resolve every model that a command's options name; return the models by option name. That of --model declares
-    the drafter of --drafter; of `megatron rm`, it is a reward model."""
+    the drafter of --drafter or --mtp_features; of `megatron rm`, it is a reward model."""
     models = {option: resolve(name) for option, name in models_in(args).items()}
     if isinstance(args, RmArgs):
         model = models["model"]
         config = as_reward_model(model.config)
         models["model"] = replace(model, config=config, family=get(config, model.directory))
-    if getattr(args, "drafter", None):
+    if getattr(args, "drafter", None) or getattr(args, "mtp_features", None):
         model = models["model"]
-        models["model"] = replace(model, config=with_drafter(model.config, args.drafter, args.drafter_layers))
+        config = with_drafter(model.config, args.drafter, args.drafter_layers, args.mtp_features)
+        models["model"] = replace(model, config=config)
     return models

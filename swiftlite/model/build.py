@@ -257,12 +257,15 @@ def _stage(
         sent_outputs = SentOutputs(per_stage_sent, stage, 1 + num_deepstack)
         if stage == 0:
             tower = TOWERS[type(architecture.tower)](architecture.tower, config)
+    follows_norm = first_layer == config.num_layers
     return Stage(
         decoder=decoder_spec(config, layers, drafting, drafter.modules, num_deepstack > 0, first_layer),
         mtp_block=mtp_block,
         tower=tower,
         sent_outputs=sent_outputs,
-        features=Features.of_stage(heads.features, first_layer, len(layers)),
+        features=Features.of_stage(
+            heads.features, first_layer, len(layers), 1 + (follows_norm and drafting.takes_before_norm)
+        ),
         is_first=stage == 0,
         is_last=stage == len(per_stage) - 1,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,

@@ -126,7 +126,7 @@ def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
     states = replace(model.split_decoder_output(hidden_T1H), features_SBH=features_T1H)
     if not model.mtp_process:
         return states.to_wire()
-    new.cache.keep(HEAD_INPUT, model.whole_sequence(states.head_input_SBH))
+    new.cache.keep(HEAD_INPUT, model.whole_sequence(states.head_input(model.heads.reads_state)))
     return states.trunk_SBH
 
 

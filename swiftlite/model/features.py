@@ -18,20 +18,22 @@ class Features:
     Attributes:
         num_received: number of features of earlier stages, which arrive with the trunk's state (`StageStates`).
         layers: indices, among the decoder layers of the stage, of the layers whose inputs are features.
+        num_states: number of the trunk's states that arrive: after the final norm two, if heads read the one before it.
     """
 
     num_received: int = 0
     layers: Sequence[int] = ()
+    num_states: int = 1
 
     @classmethod
-    def of_stage(cls, features: Sequence[int], first_layer: int, num_layers: int) -> "Features":
+    def of_stage(cls, features: Sequence[int], first_layer: int, num_layers: int, num_states: int = 1) -> "Features":
         """Return the features on a stage with `num_layers` decoder layers from number `first_layer` on.
 
         Args:
             features: numbers of the layers whose inputs are features, ascending.
         """
         own = [layer - first_layer for layer in features if first_layer <= layer < first_layer + num_layers]
-        return cls(sum(layer < first_layer for layer in features), own)
+        return cls(sum(layer < first_layer for layer in features), own, num_states)
 
     @contextmanager
     def collected(self, decoder: Any) -> Iterator[list[torch.Tensor]]:
@@ -42,8 +44,9 @@ class Features:
         """
         found_SBH: list[torch.Tensor] = []
         if self.num_received:
-            *received_SBH, decoder.input_tensor = decoder.input_tensor.chunk(self.num_received + 1)
-            found_SBH += [each_SBH.detach() for each_SBH in received_SBH]
+            length = len(decoder.input_tensor) // (self.num_received + self.num_states)
+            features_SBH, decoder.input_tensor = decoder.input_tensor.tensor_split([self.num_received * length])
+            found_SBH += features_SBH.detach().chunk(self.num_received)
 
         def see_input(layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             # A separate tensor: recomputation can replace the data of the layer's input by this rank's part of it.

@@ -235,8 +235,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
         def rotary(offset: int) -> torch.Tensor:
             return self.rotary_emb(inputs, offset) if offset else rotary_emb
 
+        input_SBH = states.head_input(self.heads.reads_state)
         heads_SBH = self.forward_mtp(
-            states.head_input_SBH.detach() if self.detached_heads else states.head_input_SBH,
+            input_SBH.detach() if self.detached_heads else input_SBH,
             inputs.tokens_of_heads(self.heads.drafts),
             inputs.position_ids,
             rotary,
@@ -455,7 +456,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         """Return the states [S, B, H] of each draft, which the layers of the drafter compute (`DrafterLayer`).
 
         Args:
-            hidden_SBH: the trunk's states (`StageStates.head_input_SBH`).
+            hidden_SBH: the trunk's states (`StageStates.head_input`).
             mtp_input_ids: [B, S] for each depth.
             rotary: returns the result of `rotary_emb` for an offset.
             tokens: description of the tokens for the routers of each depth; None: routers do not count their load.

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 
 from swiftlite.base.drafting import Drafting
-from swiftlite.base.heads import MTP
+from swiftlite.base.heads import MTP, MTP_FEATURES
 from swiftlite.families import dflash, eagle3
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
@@ -52,6 +52,7 @@ from swiftlite.model.layers.residual import ResidualLayer, ResidualRMSNorm
 from swiftlite.model.layers.router import BiasedSoftmaxRouter, Float32Router, MoELayer, TopKRouter
 from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU, limited_swiglu
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
+from swiftlite.model.mtp_features import FeatureProjection, StateNorms
 from swiftlite.model.vision import VisionTransformer
 from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.compat import MTP_INNER_LAYER
@@ -338,12 +339,29 @@ def _dflash_layer(parts: DrafterParts) -> ModuleSpec:
     )
 
 
+def _mtp_features_layer(parts: DrafterParts) -> ModuleSpec:
+    modules = replace(parts.modules, core_attention=parts.modules.draft_attention)
+    num_features = len(parts.heads.features)
+    projection = {"linear": modules.column, "num_features": num_features, "trains_later": parts.heads.unroll > 1}
+    return ModuleSpec(
+        module=UnrolledLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=modules.norm,
+            hnorm=ModuleSpec(module=StateNorms, params={"norm": modules.norm, "num_features": num_features}),
+            eh_proj=ModuleSpec(module=FeatureProjection, params=projection),
+            layer_norm=ModuleSpec(module=modules.norm),
+            **{MTP_INNER_LAYER: decoder_layer_spec(parts.architecture.mtp_block, modules)},
+        ),
+    )
+
+
 # The layers of all kinds of drafters (`families/drafters.py`), which megatron-core's MTP block contains. The class of
 # layers other than MTP layers, or layers derived from them, is a `DrafterLayer`.
 DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {
     MTP: _mtp_layer,
     eagle3.KIND: _eagle3_layer,
     dflash.KIND: _dflash_layer,
+    MTP_FEATURES: _mtp_features_layer,
 }
 
 

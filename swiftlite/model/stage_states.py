@@ -41,14 +41,17 @@ class StageStates:
     heads_SBH: Sequence[torch.Tensor] = ()
     features_SBH: Sequence[torch.Tensor] = ()
 
-    @property
-    def head_input_SBH(self) -> torch.Tensor:
-        """The trunk's state that the first MTP depth reads; features as one tensor, [S, B, F * H]."""
-        if self.features_SBH:
-            return torch.cat([*self.features_SBH], dim=-1)
-        if self.prenorm_SBH is None:
-            return self.trunk_SBH
-        return self.prenorm_SBH
+    def head_input(self, reads_state: bool = True) -> torch.Tensor:
+        """Return what the first MTP depth reads, as one tensor: the trunk's state [S, B, H], then the features.
+
+        Args:
+            reads_state: whether the drafter reads the trunk's state if there are features (`Heads.reads_state`).
+        """
+        state_SBH = self.trunk_SBH if self.prenorm_SBH is None else self.prenorm_SBH
+        if not self.features_SBH:
+            return state_SBH
+        states_SBH = [state_SBH, *self.features_SBH] if reads_state else self.features_SBH
+        return torch.cat([*states_SBH], dim=-1)
 
     def to_wire(self) -> torch.Tensor:
         """Concatenate the states along the sequence: from [S, B, H] for one state to [(1 + D)S, B, H].

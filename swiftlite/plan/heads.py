@@ -9,7 +9,7 @@ from typing import Any
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
-from swiftlite.base.heads import MTP, Heads
+from swiftlite.base.heads import Heads
 from swiftlite.base.lora import HeadsTuner, Lora
 from swiftlite.families import Family
 from swiftlite.families.drafters import DRAFTERS
@@ -82,8 +82,9 @@ def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
         return args.mtp_init
     if checkpoint.layers or args.mtp_mode != "heads_only":
         return "checkpoint"
-    if checkpoint.kind != MTP:
-        return "copy_last_layer" if DRAFTERS[checkpoint.kind].starts_with_copies else "random"
+    drafter = DRAFTERS[checkpoint.kind]
+    if not drafter.is_fitted:
+        return "copy_last_layer" if drafter.starts_with_copies else "random"
     if why_no_fit(args):
         return "copy_last_layer"
     return "fit_last_layer"

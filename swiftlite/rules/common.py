@@ -165,7 +165,8 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config:
         return  # another rule reports it
     hf_config = dict(facts.hf_config)
-    if getattr(args, "drafter", None):  # `drafter_fits_the_model` reports it, and config.json does not declare it
+    # `drafter_fits_the_model` reports a drafter that config.json does not declare.
+    if getattr(args, "drafter", None) or getattr(args, "mtp_features", None):
         hf_config.pop(DRAFTER_KEY, None)
     try:
         get_family(hf_config, facts.directory)

@@ -174,6 +174,7 @@ RULES = (
     requests_are_logged_as_rows,
     engine_options.options_of_engines_agree,
     engine_options.ngrams_have_their_engine,
+    engine_options.drafter_has_its_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,
 )
 NOTES = (engine_options.float32_can_be_faster,)

@@ -15,7 +15,8 @@ from swiftlite.args.commands import (
 )
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.args.fields import SamplingArgs
+from swiftlite.args.fields import WITH_HEADS, SamplingArgs
+from swiftlite.base.heads import MTP
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.index import FAMILIES
@@ -131,6 +132,18 @@ def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> I
         elif not isinstance(args, BenchArgs):  # `bench` compares drafts with none
             hint += ", or --speculative none"
         yield problem, hint
+
+
+def drafter_has_its_engine(args: EngineCommand | BenchArgs, facts: Facts) -> Iterator[Problem]:
+    drafts = args.speculative in WITH_HEADS or (isinstance(args, DeployArgs) and args.speculative is None)
+    if not drafts or not facts.heads.layers or facts.heads.kind == MTP or ENGINES[args.infer_backend].runs_drafters:
+        return
+    needs_server = isinstance(args, DeployArgs | BenchArgs)
+    able = [info.name for info in ENGINES.values() if info.runs_drafters and (info.server or not needs_server)]
+    hint = f"use --infer_backend {' or '.join(able)}"
+    if not isinstance(args, BenchArgs):
+        hint += ", or --speculative none"
+    yield f"--infer_backend {args.infer_backend} does not draft with the drafter {facts.heads.kind!r}", hint
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

@@ -84,6 +84,7 @@ RULES = (
     engine_options.draft_confidence_has_its_engine,
     engine_options.sampling_options_have_their_engine,
     engine_options.ngrams_have_their_engine,
+    engine_options.drafter_has_its_engine,
     engine_options.options_have_their_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,
     acceptance_json_fits,

@@ -61,6 +61,7 @@ RULES = (
     engine_options.engine_runs_the_family,
     engine_options.draft_confidence_has_its_engine,
     engine_options.ngrams_have_their_engine,
+    engine_options.drafter_has_its_engine,
     engine_options.options_have_their_engine,
     engine_options.engine_kwargs_leave_what_has_an_option,
     common.images_have_a_place_and_a_size,

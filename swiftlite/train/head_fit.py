@@ -10,6 +10,9 @@ are fitted in order, because each head reads the state of the previous one.
 
         eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * m * |W|^2
 
+    If the head reads features (`families/mtp_features.py`), they are further inputs of the first draft. Later drafts
+    share the columns of the embedding; their columns for the state are the solution for the rest, without features.
+
 2.  The head's output should be similar to that of the trunk. With the new projection, let u[s] be the input of
     `linear_fc2` [H, F], the output matrix of the head's MLP, y[s] the head's state before its output norm, and z[s] the
     trunk's state before its final norm. The norm divides z[s] by its root mean square r[s]:
@@ -41,6 +44,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from swiftlite.base.heads import MTP_FEATURES
 from swiftlite.base.log import logger
 from swiftlite.data.batch import Batch
 from swiftlite.data.changed_samples import lengths_of
@@ -64,11 +68,15 @@ MAX_MLP_INPUTS = 16384
 solve the problem: 4.3 GB."""
 
 
-def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
-    """Return enough samples for the fit, spread evenly over all files; all samples if there are not enough."""
+def samples_to_fit(samples: Sequence[Sample], num_inputs: int) -> list[Sample]:
+    """Return enough samples for the fit, spread evenly over all files; all samples if there are not enough.
+
+    Args:
+        num_inputs: input channels of the projection.
+    """
     lengths, starts = lengths_of(samples)
     num_tokens = int(lengths[starts].sum())
-    stride = max(num_tokens // (2 * hidden_size * TOKENS_PER_INPUT), 1)
+    stride = max(num_tokens // (num_inputs * TOKENS_PER_INPUT), 1)
     return [samples[index] for index in range(0, len(samples), stride)]
 
 
@@ -105,9 +113,10 @@ def fit_heads(
     runner = trunk
     if ReusedTrunk.supports(chunks, mesh, batches, trunk):
         runner = ReusedTrunk()
-    fit_kinds: list[type[_ProjectionFit] | type[_MlpFit]] = [_ProjectionFit, _MlpFit]
+    of_projection = _FeatureProjectionFit if chunks[0].heads.kind == MTP_FEATURES else _ProjectionFit
+    fit_kinds: list[type[_ProjectionFit] | type[_MlpFit]] = [of_projection, _MlpFit]
     if reason := why_no_mlp_fit(block):
-        fit_kinds = [_ProjectionFit]
+        fit_kinds = [of_projection]
         logger.info("heads: the MLP is not fitted, because %s", reason)
     for depth in range(chunks[0].config.mtp_num_layers or 0):
         for fit_kind in fit_kinds:
@@ -198,7 +207,7 @@ class _ProjectionFit(_Fit):
     part = "projection"
 
     def __init__(self, chunk: GPTModel, depth: int, mesh: Mesh, block: Layer):
-        super().__init__(chunk, depth, mesh, 2 * chunk.config.hidden_size)
+        super().__init__(chunk, depth, mesh, (2 + len(chunk.heads.features)) * chunk.config.hidden_size)
         head: Any = chunk.mtp.layers[depth]
         self.linear: Any = head.eh_proj
         self.hooks.append(self.linear.register_forward_pre_hook(self._see_input))
@@ -213,8 +222,26 @@ class _ProjectionFit(_Fit):
 
     def finish(self) -> None:
         """Set the weight; collective over data-parallel ranks."""
-        weight, tp = self._solve(), self.mesh.tp
-        self.linear.weight.copy_(weight.chunk(tp.size())[tp.rank()])
+        self._set(self.linear, self._solve())
+
+    def _set(self, linear: Any, weight_HI: torch.Tensor) -> None:
+        """Set this rank's rows of a column-parallel layer."""
+        tp = self.mesh.tp
+        linear.weight.copy_(weight_HI.chunk(tp.size())[tp.rank()])
+
+
+class _FeatureProjectionFit(_ProjectionFit):
+    """Fits the parts of a `FeatureProjection`, whose inputs are [embedding; state; features]."""
+
+    def finish(self) -> None:
+        """Set the weights; collective over data-parallel ranks."""
+        size = self.chunk.config.hidden_size
+        of_embedding, of_states = self._solve().tensor_split([size], dim=1)
+        self._set(self.linear.embedding, of_embedding)
+        self._set(self.linear.first, of_states)
+        state, embedding = slice(size, 2 * size), slice(size)
+        rest = self.products[state] - self.squares[state, embedding] @ of_embedding.T
+        self._set(self.linear.later, torch.linalg.solve(self.squares[state, state], rest).T)
 
 
 class _MlpFit(_Fit):

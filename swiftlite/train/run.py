@@ -307,7 +307,8 @@ def trainable_in(args: SftArgs, plan: Plan, hf_model: HfModel) -> Trainable:
 
 def batches_to_fit(hf_model: HfModel, batches: Batches, data: Data) -> MicroBatches:
     """Return the micro-batches to which new heads are fitted."""
-    chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
+    num_inputs = (2 + len(hf_model.heads.features)) * hf_model.config["hidden_size"]
+    chosen = samples_to_fit(data.train, num_inputs)
     # Heads must not imitate rejected answers and companions.
     return batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
 

@@ -172,7 +172,14 @@ def sft_words(dataset: Path) -> list[str]:
 
 def train(commands: Commands, dataset: Path) -> dict[str, Any]:
     """Train a drafter for a model that knows the rows, and export it; return what acceptance.json says."""
-    directory = commands.directory
+    prepare(commands.directory, dataset)
+    commands.ok(*sft_words(dataset), "--output_dir", "whole")
+    commands.ok(*"export --to_hf --model whole --output_dir hf".split())
+    return json.loads((commands.directory / "whole" / "acceptance.json").read_text())["after"]["generated"]
+
+
+def prepare(directory: Path, dataset: Path) -> None:
+    """Write a model that knows the rows, and held-out rows."""
     model = make_tiny_hf(directory / "model", "llama", with_tokenizer=True, num_hidden_layers=LAYERS)
     trunk = load_trunk(model)
     learn(trunk, tokens_of(model, dataset, with_answers=True))
@@ -180,9 +187,6 @@ def train(commands: Commands, dataset: Path) -> dict[str, Any]:
     tensors = {key: learned[key].contiguous() for key in load_file(model / "model.safetensors")}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
-    commands.ok(*sft_words(dataset), "--output_dir", "whole")
-    commands.ok(*"export --to_hf --model whole --output_dir hf".split())
-    return json.loads((directory / "whole" / "acceptance.json").read_text())["after"]["generated"]
 
 
 @pytest.mark.slow

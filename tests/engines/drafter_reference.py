@@ -17,6 +17,8 @@ class DrafterReference(Reference):
         features: numbers of the decoder layers whose inputs it reads.
     """
 
+    output_norm = "norm"
+
     def __init__(self, trunk: Any, family: str, tensors: dict[str, torch.Tensor], features: list[int]):
         nn.Module.__init__(self)
         self.trunk, self.family, self.depth = trunk, family, 1
@@ -24,7 +26,7 @@ class DrafterReference(Reference):
         trunk.set_experts_implementation("eager")
         self.own = nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in tensors.items()})
         output_norm = nn.Module()
-        output_norm.weight = self.own["norm/weight"]
+        output_norm.weight = self.own[f"{self.output_norm}.weight".replace(".", "/")]
         self.heads = nn.ModuleList([nn.ModuleDict({"output_norm": output_norm})])
 
     def mtp_tensors(self) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ def test_types_of_rotary_embeddings_are_those_of_transformers():
     assert ROPE_TYPES.keys() == ROPE_INIT_FUNCTIONS.keys() | {"default", "mrope"}
 
 
+FEATURES = {"kind": "mtp_features", "layers": 1, "feature_layers": [1]}
 BLOCK = {"kind": "dflash", "layers": 1, "feature_layers": [1], "decoder_layers": 1, "mask_token_id": 127}
 
 
@@ -55,6 +56,9 @@ BLOCK = {"kind": "dflash", "layers": 1, "feature_layers": [1], "decoder_layers":
         ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": [-1]}, "drafter feature_layers [-1]"),
         ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": 3}, "drafter feature_layers 3"),
         ("drafter", {"kind": "eagle3", "layers": 1, "feature_layers": [1], "fc_norm": 1}, "drafter fc_norm true false"),
+        ("drafter", {**FEATURES, "feature_layers": []}, "drafter feature_layers"),
+        ("drafter", {**FEATURES, "feature_layers": [0, 1]}, "drafter feature_layers 0"),
+        ("drafter", {**FEATURES, "layers": 2}, "drafter layers 0 1"),
         ("drafter", {**BLOCK, "feature_layers": []}, "drafter feature_layers"),
         ("drafter", {**BLOCK, "feature_layers": [0, 1]}, "drafter feature_layers 0"),
         ("drafter", {**BLOCK, "decoder_layers": 0}, "drafter decoder_layers 1 16"),

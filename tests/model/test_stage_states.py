@@ -25,7 +25,7 @@ def test_the_receiver_has_what_the_sender_had(has_prenorm, num_heads):
     sent = make(has_prenorm, num_heads)
     received = StageStates.from_wire(sent.to_wire(), has_prenorm=has_prenorm, num_heads=num_heads)
     assert torch.equal(received.trunk_SBH, sent.trunk_SBH)
-    assert torch.equal(received.head_input_SBH, sent.head_input_SBH)
+    assert torch.equal(received.head_input(), sent.head_input())
     assert (received.prenorm_SBH is None) is (not has_prenorm)
     assert len(received.heads_SBH) == num_heads
     assert all(map(torch.equal, received.heads_SBH, sent.heads_SBH))
@@ -54,7 +54,8 @@ def test_features_are_before_all_other_states():
     sent = StageStates(trunk_SBH, features_SBH=[first_SBH, second_SBH])
     received = StageStates.from_wire(sent.to_wire(), num_features=2)
     assert torch.equal(received.trunk_SBH, trunk_SBH)
-    assert torch.equal(received.head_input_SBH, torch.cat([first_SBH, second_SBH], dim=-1))
+    assert torch.equal(received.head_input(reads_state=False), torch.cat([first_SBH, second_SBH], dim=-1))
+    assert torch.equal(received.head_input(), torch.cat([trunk_SBH, first_SBH, second_SBH], dim=-1))
 
 
 @pytest.mark.parametrize("layouts", ["E|tttt|mL", "Ett|tt|mL", "Et|ttt|m|L", "Ettt|tmL"])
@@ -78,5 +79,5 @@ def test_a_final_norm_before_heads_that_read_its_input_gives_both():
     norm = returning_input(RMSNorm)(TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=1), H)
     hidden_SBH = torch.randn(S, B, H)
     states = StageStates.from_wire(norm(hidden_SBH), has_prenorm=True)
-    assert torch.equal(states.head_input_SBH, hidden_SBH)
+    assert torch.equal(states.head_input(), hidden_SBH)
     assert torch.equal(states.trunk_SBH, RMSNorm.forward(norm, hidden_SBH))

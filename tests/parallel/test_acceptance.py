@@ -20,9 +20,10 @@ from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
-from tests.engines import dflash_reference, eagle3_reference
+from tests.engines import dflash_reference, eagle3_reference, feature_reference
 from tests.engines.dflash_reference import DFlashReference
 from tests.engines.eagle3_reference import Eagle3Reference
+from tests.engines.feature_reference import FeatureReference
 from tests.engines.reference import Reference, follow, write_trained
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import CASES, SIZES, TP2_SP
@@ -34,6 +35,7 @@ NEW_TOKENS = 11
 # (family, layers of heads, drafts)
 WAYS = {"dense": ("qwen3", 2, 2), "before norm": ("mimo", 2, 2), "latent": ("deepseek_v3", 2, 2)}
 WAYS |= {"unrolled": ("glm4_moe", 1, 3), "eagle3": ("llama", 1, 3), "dflash": ("llama", 1, 3)}
+WAYS["features"] = ("llama", 1, 3)
 FEATURES = [1, 2, 3]
 NAMES = {
     "dense": ("TP2+SP", "PP2", "PP2xVPP2", "PP2 MTP apart", "CP2", "DP2"),
@@ -42,6 +44,7 @@ NAMES = {
     "unrolled": ("TP2+SP", "EP2", "PP2", "PP2 MTP apart", "CP2"),
     "eagle3": ("TP2+SP", "PP2", "PP2 MTP apart", "CP2"),
     "dflash": ("TP2+SP", "PP2 MTP apart", "CP2"),
+    "features": ("TP2+SP", "PP2", "PP2 MTP apart", "CP2"),
 }
 LAYOUTS = {name: case.options for name, case in CASES.items()} | {"TP2+SP": TP2_SP}
 
@@ -53,6 +56,8 @@ def expected_counts(directory: Path, way: str, prompts: list[list[int]]) -> Draf
         reference: Reference = Eagle3Reference.load(directory, family)
     elif way == "dflash":
         reference = DFlashReference.load(directory, family)
+    elif way == "features":
+        reference = FeatureReference.load(directory, family)
     else:
         reference = follow(Reference.load(directory, family, depth), FAMILIES[family].mtp.drafting)
     drafts, accepted = 0, [0] * num_drafts
@@ -126,6 +131,8 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
                     return Eagle3Reference.of(reference.trunk, family, FEATURES, "3.1")
                 if way == "dflash":
                     return DFlashReference.of(reference.trunk, family, FEATURES, layers=2)
+                if way == "features":
+                    return FeatureReference.of(reference.trunk, family, FEATURES)
                 return follow(reference, FAMILIES[family].mtp.drafting)
 
             prompts = write_trained(directory, family, depth, False, num_drafts, draft_as, **SIZES)
@@ -133,6 +140,8 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
                 eagle3_reference.declare(directory, "3.1", FEATURES)
             elif way == "dflash":
                 dflash_reference.declare(directory, FEATURES, layers=2)
+            elif way == "features":
+                feature_reference.declare(directory, FEATURES)
             (directory / "prompts.json").write_text(json.dumps(prompts))
 
         directory = shared(f"acceptance-{way}", make)
@@ -159,6 +168,7 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
         ("eagle3", "TP2+SP"),
         ("eagle3", "PP2 MTP apart"),
         ("dflash", "TP2+SP"),
+        ("features", "PP2 MTP apart"),
     ),
 )
 def test_counts_are_those_of_an_engine(measured, way, name):

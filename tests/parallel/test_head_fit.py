@@ -1,7 +1,7 @@
 """Test `fit_last_layer` for every kind of layout against fits with numpy to transformers' states."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from swiftlite.args.fields import MoeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
+from swiftlite.families.drafters import with_drafter
 from swiftlite.families.layer import Layer
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.model import trunk
@@ -35,6 +36,9 @@ PACKED = ("CP2",)
 DEPTH = 2
 FITTED = {"eh_proj": 0, "transformer_layer.mlp.linear_fc2": 1}
 """The fitted matrices of a head, and the axis along which tensor-parallel ranks split each."""
+FEATURES = (1, 2)
+PROJECTIONS = dict.fromkeys(("eh_proj.embedding", "eh_proj.first", "eh_proj.later"), 0)
+"""The same for the projection of a head that reads FEATURES."""
 ROUNDING = {"eh_proj": 1e-5, "transformer_layer.mlp.linear_fc2": 5e-5}
 """Differences due to the order of float32 sums. The second fit amplifies those of the first."""
 VOCABULARY = 128
@@ -48,12 +52,17 @@ def make_rows() -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Job:
-    """A fit with a layout. The first rank that has the heads writes their fitted matrices to `path`."""
+    """A fit with a layout. The first rank that has the heads writes their fitted matrices to `path`.
+
+    Attributes:
+        features: numbers of the layers whose inputs a single head reads as well.
+    """
 
     hf_dir: Path
     path: Path
     options: dict[str, Any]
     is_packed: bool
+    features: tuple[int, ...] = ()
 
 
 def fit_all(jobs: list[Job], ports: list[int]) -> None:
@@ -65,8 +74,13 @@ def fit_all(jobs: list[Job], ports: list[int]) -> None:
 def fit(job: Job) -> None:
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()]
     hf_model = resolve(job.hf_dir)
+    hf_model = replace(hf_model, config=with_drafter(hf_model.config, None, features=job.features))
+    heads, names = replace(hf_model.heads, layers=DEPTH), FITTED
+    if job.features:
+        heads, names = replace(heads, layers=1, unroll=DEPTH), PROJECTIONS | FITTED
+        names.pop("eh_proj")
     with session(layout_of(SftArgs(model=str(job.hf_dir), **job.options)), timeout_minutes=2) as mesh:
-        chunks, _ = open_model(hf_model, mesh, dtype=torch.float32, heads=Heads(DEPTH), mtp_init="fit_last_layer")
+        chunks, _ = open_model(hf_model, mesh, dtype=torch.float32, heads=heads, mtp_init="fit_last_layer")
         mine = samples[mesh.dp.rank() :: mesh.dp.size()]
         pairs = [mine[start : start + 2] for start in range(0, len(mine), 2)]
         if job.is_packed:
@@ -77,8 +91,8 @@ def fit(job: Job) -> None:
         fit_heads(chunks, mesh, batches, block_of(hf_model))
         for chunk in chunks:
             if chunk.mtp_process and mesh.dp_cp.rank() == 0:
-                for depth in range(DEPTH):
-                    for name in FITTED:
+                for depth in range(heads.layers):
+                    for name in names:
                         weight = chunk.get_parameter(f"mtp.layers.{depth}.{name}.weight")
                         torch.save(weight.detach(), f"{job.path}-{name}-{depth}-{mesh.tp.rank()}")
 
@@ -91,7 +105,7 @@ def block_of(hf_model: HfModel) -> Layer:
 def read_fitted(path: Path, name: str, depth: int) -> np.ndarray:
     """Return a whole matrix from the parts that ranks have written."""
     parts = sorted(path.parent.glob(f"{path.name}-{name}-{depth}-*"))
-    return torch.cat([torch.load(part) for part in parts], dim=FITTED[name]).numpy()
+    return torch.cat([torch.load(part) for part in parts], dim=(FITTED | PROJECTIONS)[name]).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +158,18 @@ class Problem:
 class Reference:
     """The head of depth 1 in float64, computed with transformers' layers.
 
+    Args:
+        features: numbers of the layers whose inputs the projection reads after the embedding and the state, which is
+            then that before the final norm.
+
     Attributes:
         projection, mlp: the least-squares problems of both fits.
         copied_HF: output matrix of the last layer's MLP.
     """
 
     @torch.no_grad()
-    def __init__(self, hf_dir: Path):
+    def __init__(self, hf_dir: Path, features: Sequence[int] = ()):
+        self.features = features
         model: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float64).eval()
         self.copied_HF = model.model.layers[-1].mlp.down_proj.weight.numpy()
         self.eps = model.config.rms_norm_eps
@@ -171,7 +190,10 @@ class Reference:
         hook = model.model.norm.register_forward_pre_hook(lambda norm, args: last_outputs.append(args[0]))
         states = model.model(token_ids, output_hidden_states=True).hidden_states
         hook.remove()
-        inputs = torch.cat([self._normed(states[0][0, 1:]), self._normed(states[-1][0, :-1])], dim=-1)
+        read = [states[-1], *(states[layer] for layer in self.features)]
+        if self.features:
+            read[0] = last_outputs[0]
+        inputs = torch.cat([self._normed(states[0][0, 1:]), *(self._normed(each[0, :-1]) for each in read)], dim=-1)
         return inputs, states[-2][0, 1:], last_outputs[0][0, 1:]
 
     def _head(self, model: Any, hidden_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,6 +241,17 @@ def test_every_layout_fits_the_same(fitted, name, depth, matrix):
     np.testing.assert_allclose(found, expected, atol=ROUNDING[matrix])
 
 
+@pytest.mark.parametrize("name", all_but(["TP2+SP", "PP2xVPP2", "CP2"], "CP2", "PP2xVPP2"))
+def test_every_layout_fits_features_the_same(tmp_path, name):
+    hf_dir = make_tiny_hf(tmp_path / "hf", "llama", depth=0, **SIZES)
+    for size, options in {1: {}, 2: LAYOUTS[name]}.items():
+        store = open_store()
+        launch(size, fit_all, [Job(hf_dir, tmp_path / str(size), options, False, FEATURES)], [store.port])
+    for matrix in (*PROJECTIONS, "transformer_layer.mlp.linear_fc2"):
+        found, expected = (read_fitted(tmp_path / layout, matrix, 0) for layout in ("2", "1"))
+        np.testing.assert_allclose(found, expected, atol=5e-5)  # as in ROUNDING
+
+
 def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
     """Only the first step of a draft is fitted. The MLP's output is scaled before it is added to the state."""
     hf_dir = make_tiny_hf(tmp_path / "hf", "granite", depth=0)
@@ -233,6 +266,35 @@ def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
     change = change - reference.copied_HF
     expected = reference.mlp.solution() / hf_model.config["residual_multiplier"]
     np.testing.assert_allclose(change, expected, atol=1e-5)
+
+
+def test_features_are_inputs_of_the_first_draft_alone(tmp_path, mesh):
+    """The projection of later drafts has the same columns for the embedding, and is the best one with them."""
+    hf_dir = make_tiny_hf(tmp_path / "hf", "llama", depth=0, num_hidden_layers=4)
+    hf_model = resolve(hf_dir)
+    hf_model = replace(hf_model, config=with_drafter(hf_model.config, None, features=FEATURES))
+    heads = replace(hf_model.heads, layers=1, unroll=2)
+    (model,) = chunks = open_model(hf_model, mesh, dtype=torch.float32, heads=heads, mtp_init="fit_last_layer")[0]
+    fit_heads(
+        chunks,
+        mesh,
+        [collate([make_sample(row, np.ones(len(row))) for row in make_rows()], 0, num_drafts=2)],
+        block_of(hf_model),
+    )
+    reference = Reference(hf_dir, FEATURES)
+    embedding, first, later = (
+        model.get_parameter(f"mtp.layers.0.eh_proj.{part}.weight").numpy(force=True)
+        for part in ("embedding", "first", "later")
+    )
+    whole, size = reference.projection, len(embedding)
+    np.testing.assert_allclose(np.concatenate((embedding, first), axis=1), whole.solution(), atol=1e-5)
+    state = slice(size, 2 * size)
+    rest = Problem(whole.input_NI[:, state], whole.target_NH - whole.input_NI[:, :size] @ embedding.T.astype(float))
+    # The penalty is that of the first draft.
+    gradient = (rest.input_NI @ later.T - rest.target_NH).T @ rest.input_NI + whole.penalty() * later
+    assert np.abs(gradient).max() < 1e-4 * np.abs(rest.target_NH.T @ rest.input_NI).max()
+    change = model.get_parameter("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight").numpy(force=True)
+    np.testing.assert_allclose(change - reference.copied_HF, reference.mlp.solution(), atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -261,10 +323,10 @@ def test_kept_states_change_no_bit(tmp_path, mesh, monkeypatch, family, num_fits
 
 def test_samples_are_spread_over_all_files():
     samples = [make_sample(np.full(100, number), np.ones(100)) for number in range(1000)]
-    chosen = samples_to_fit(samples, hidden_size=32)  # 3,200 tokens of 100,000
+    chosen = samples_to_fit(samples, num_inputs=64)  # 3,200 tokens of 100,000
     numbers = [int(sample.input_ids[0]) for sample in chosen]
     assert numbers == list(range(0, 1000, 31))
-    assert len(samples_to_fit(samples[:3], hidden_size=32)) == 3
+    assert len(samples_to_fit(samples[:3], num_inputs=64)) == 3
 
 
 @pytest.mark.parametrize(

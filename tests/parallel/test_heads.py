@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.train import record_files
-from tests.engines import dflash_reference, eagle3_reference
+from tests.engines import dflash_reference, eagle3_reference, feature_reference
 from tests.messages import naming
 from tests.parallel import parity
 from tests.parallel.launch import launch
@@ -43,6 +43,8 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "unroll, joint, packed": ("qwen3", 1, UNROLL | JOINT | {"mtp_loss": "kl"} | PACKED),
     "eagle3": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "eagle3, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only"}),
+    "features": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
+    "features, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
     "dflash": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "dflash, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
 }
@@ -59,6 +61,8 @@ CHOSEN = {
     "unroll, joint, packed": ("CP2", "TP2"),
     "eagle3": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
     "eagle3, packed": ("CP2", "PP2"),
+    "features": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
+    "features, packed": ("CP2", "PP2"),
     "dflash": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
     "dflash, packed": ("TP2+SP", "CP2"),
 }
@@ -68,7 +72,9 @@ LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "P
 def add_drafter(directory: Path, way: str) -> None:
     if way.startswith("eagle3"):
         eagle3_reference.add_drafter(directory, "3.1", [0, 2, 3])
-    else:
+    elif way.startswith("features"):
+        feature_reference.add_head(directory, "qwen3", [1, 3])
+    elif way.startswith("dflash"):
         dflash_reference.add_drafter(directory, [1, 3], layers=2)
 
 
@@ -120,6 +126,11 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         ("eagle3", "CP2"),
         ("eagle3", "PP2"),
         ("eagle3, packed", "PP2"),
+        ("features", "TP2"),
+        ("features", "DP2"),
+        ("features", "CP2"),
+        ("features", "PP2"),
+        ("features, packed", "PP2"),
         ("dflash", "TP2"),
         ("dflash", "DP2"),
         ("dflash", "CP2"),
@@ -139,7 +150,7 @@ def test_every_depth_is_measured(computed, way):
     _, results = computed
     for step in results[way, "alone"].metrics:
         depths = {name for name in step if name.startswith("mtp_")}
-        count = 3 if way.startswith(("unroll", "eagle3", "dflash")) else 2
+        count = 3 if way.startswith(("unroll", "eagle3", "features", "dflash")) else 2
         assert depths == {f"mtp_{k}_{what}" for k in range(1, count + 1) for what in ("loss", "acceptance")}
         assert all(step[f"mtp_{k}_loss"] > 0.1 for k in range(1, count + 1))
 

@@ -190,6 +190,8 @@ def test_a_mtp_layer_is_a_decoder_layer_in_a_frame():
     one, two = total(config), total(config | {"num_hidden_layers": 9})
     frame = 2 * 128 * 128 + 3 * 128
     assert total(config, heads=Heads(2)) == one + 2 * (two - one + frame)
+    features = Heads(1, kind="mtp_features", features=(1, 5))  # and the state of later drafts again
+    assert total(config, heads=features) == one + (two - one + frame) + (2 + 1) * 128 * 128 + 2 * 128
 
 
 PP4 = ParallelLayout(pipeline_model_parallel_size=4)

@@ -31,6 +31,8 @@ from tests.rules.good import SFT, problems_of
         dataclasses.replace(SFT, mtp_mode="heads_only", draft_vocab=50, mtp_loss="nla"),
         dataclasses.replace(SFT, mtp_mode="heads_only", drafter="eagle3.1", mtp_unroll=3, draft_vocab=50),
         dataclasses.replace(SFT, model="mtp2", mtp_mode="heads_only", drafter="eagle3", mtp_num_layers=1),
+        dataclasses.replace(SFT, mtp_mode="heads_only", mtp_features=[1, 3], mtp_init="fit_last_layer", mtp_unroll=3),
+        dataclasses.replace(SFT, model="vocab", mtp_mode="heads_only", mtp_features=[2], mtp_init="copy_last_layer"),
     ],
 )
 def test_good_options_pass_without_a_note(here, args):
@@ -186,6 +188,33 @@ def test_a_drafter_of_a_frozen_trunk(here, change, problem, hint):
     assert len(found) == 1
     assert mentions(found[0][1], hint)
     assert "fit_last_layer" not in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"mtp_mode": "joint"}, "--mtp_features 1,3 --mtp_mode heads_only", "--mtp_mode heads_only"),
+        ({"mtp_features": [3, 1]}, "--mtp_features 3,1 3", "--mtp_features 1,2"),
+        ({"mtp_features": [1, 4]}, "--mtp_features 1,4 3", "--mtp_features 1,2"),
+        ({"mtp_features": [0]}, "--mtp_features 0 3", "--mtp_features 1,2"),
+        ({"drafter": "dflash"}, "--mtp_features --drafter dflash", ""),
+        ({"mtp_num_layers": 2}, "--mtp_features 1,3 2", "--mtp_num_layers 1 --mtp_unroll"),
+        ({"mtp_init": "checkpoint"}, "--mtp_init checkpoint mtp_features", "--mtp_init fit_last_layer random"),
+        ({"tuner_type": "lora"}, "--mtp_features 1,3 --tuner_type lora", "--tuner_type"),
+        ({"draft_for": "vllm_stock"}, "--draft_for vllm_stock --mtp_features 1,3", ""),
+    ],
+)
+def test_a_head_with_features(here, change, problem, hint):
+    args = dataclasses.replace(SFT, **{"mtp_features": [1, 3], "mtp_mode": "heads_only"} | change)
+    found = [each for each in problems_of(args) if mentions(each[0], problem)]
+    assert len(found) == 1
+    assert mentions(found[0][1], hint)
+
+
+def test_features_need_a_language_model(here):
+    Path("plain/config.json").write_text(json.dumps(published("Qwen2.5-VL-3B-Instruct")))
+    args = dataclasses.replace(SFT, mtp_features=[1], mtp_mode="heads_only")
+    assert mention_each(problems_of(args), ["--mtp_features 1 --model plain"])
 
 
 @pytest.mark.parametrize(

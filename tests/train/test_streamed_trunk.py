@@ -54,6 +54,7 @@ WAYS = {
     "qwen3_moe": (make("qwen3_moe"), {"mtp_loss": "lk_hybrid"}),
     "deepseek_v3, FP8": (make_deepseek_fp8, {"torch_dtype": "bfloat16"}),
     "qwen3_next": (make("qwen3_next"), {"padding_free": True, "draft_vocab": 40}),
+    "features": (make("llama"), {"mtp_features": [1], "mtp_unroll": 2, "draft_vocab": 40}),
     "eagle3": (make("llama"), {"drafter": "eagle3.1", "mtp_unroll": 2, "draft_vocab": 40}),
 }
 

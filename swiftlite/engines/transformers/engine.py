@@ -78,7 +78,7 @@ class TransformersEngine:
         longest = self._decoder.config.get_text_config().max_position_embeddings
         self.max_length = min(config.max_model_len or longest, longest)
         self._drafting = model.family.drafting_of(model.config, model.heads)
-        self._features = model.heads.features
+        self._features, self._reads_state = model.heads.features, model.heads.reads_state
         self._generator = GENERATORS.get(model.heads.kind, MtpCandidateGenerator)
         self._heads = None
         if num_tokens:
@@ -208,7 +208,7 @@ class TransformersEngine:
                 fed = before
             if self._heads is not None and features:
                 layer: Any = self._heads[0]
-                fed = layer.fused(features)
+                fed = layer.fused([fed, *features] if self._reads_state else features)
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 answer.append(token)

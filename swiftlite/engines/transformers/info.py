@@ -14,6 +14,7 @@ TRANSFORMERS = EngineInfo(
     server_takes_draft_schedule=False,
     takes_draft_confidence=True,
     joins_ngrams=True,
+    runs_drafters=True,
     draws_rollouts=True,
     is_batched=False,
     supports_images=True,

@@ -82,11 +82,14 @@ class MtpHead(nn.Module):
             hidden_BSH: state of the previous depth, or of the trunk.
             layer_kwargs: arguments of the decoder layer.
         """
-        fused_BSH = self.eh_proj(torch.cat((self.enorm(embedding_BSH), self.hnorm(hidden_BSH)), dim=-1))
-        output = self.transformer_layer(fused_BSH, **layer_kwargs)
+        output = self.transformer_layer(self.projected(embedding_BSH, hidden_BSH), **layer_kwargs)
         if isinstance(output, tuple):  # GLM-5 also returns the selected tokens
             return output[0]
         return output
+
+    def projected(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the input of the decoder layer, [B, S, H]."""
+        return self.eh_proj(torch.cat((self.enorm(embedding_BSH), self.hnorm(hidden_BSH)), dim=-1))
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache of the head's layer."""
@@ -135,10 +138,6 @@ class DraftOutput(nn.Module):
 def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
     """Load the checkpoint's MTP heads, on the device and in the dtype of the decoder."""
     heads = nn.ModuleList()
-    architecture = model.family.architecture(model.config)
-    attention = architecture.mtp_block.attention
-    has_window = attention.window is not None
-    has_indexer = isinstance(attention, LatentAttention) and attention.indexer is not None
     outside = model.family.outside(model.config)
     output_size = outside.vocab if outside.heads_have_output_layers else 0
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
@@ -148,16 +147,35 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): joined(row, checkpoint.read) for row in frame}
             if outside.heads_share_final_norm:
                 state["final_layernorm.weight"] = decoder.norm.weight
-            block = model.family.mtp.block(model.config, index)
-            names = shapes_of(model.family.block_rows(model.config))
-            tensors = {
-                f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(block + name)
-                for name in names
-            }
-            head = MtpHead(decoder, architecture.mtp_sources, has_window, has_indexer, output_size)
-            head.load_state_dict(state | stack(tensors), strict=True)
+            layer = read_layer(model, checkpoint, model.family.mtp.block(model.config, index))
+            head = MtpHead(decoder, **layer_options(model), output_size=output_size)
+            head.load_state_dict(state | layer, strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()
+
+
+def layer_options(model: HfModel) -> dict[str, Any]:
+    """Return the arguments of `MtpHead` for the decoder layer of the family's heads."""
+    architecture = model.family.architecture(model.config)
+    attention = architecture.mtp_block.attention
+    return {
+        "sources": architecture.mtp_sources,
+        "has_window": attention.window is not None,
+        "has_indexer": isinstance(attention, LatentAttention) and attention.indexer is not None,
+    }
+
+
+def read_layer(model: HfModel, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
+    """Read the decoder layer of a head, with the names of an `MtpHead`.
+
+    Args:
+        prefix: prefix of the layer's names in the files.
+    """
+    tensors = {
+        f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(prefix + name)
+        for name in shapes_of(model.family.block_rows(model.config))
+    }
+    return stack(tensors)
 
 
 class MtpCandidateGenerator(CandidateGenerator):

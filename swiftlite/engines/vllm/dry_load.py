@@ -29,6 +29,7 @@ from swiftlite.engines.vllm.options import (
     check_quantization,
     check_trunk_of_drafter,
     mtp_options,
+    needs_plugin,
     num_drafting_heads,
     num_tokens_to_draft,
 )
@@ -56,7 +57,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
     """
     model = config.model
     folder = draft_folder(model)
-    if folder is not None:
+    if not needs_plugin(model):
         os.environ["VLLM_PLUGINS"] = ""  # vLLM must load the folder without them
     loading = Loading(VLLM, model, folder)
     with loading.until_it_objects():
@@ -132,8 +133,9 @@ def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
     if drafting is None or drafting.method not in ("draft_model", *SERVED):
         return None
     if drafting.method in SERVED and drafting.method != MTP:
-        # A drafter with a draft vocabulary has an output layer of its own.
-        shared = SHARED[:1] if loading.model.heads.draft_vocab else SHARED
+        # Without the plugin, a drafter with a draft vocabulary has an output layer of its own.
+        has_own = loading.model.heads.draft_vocab and not needs_plugin(loading.model)
+        shared = SHARED[:1] if has_own else SHARED
         return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
     if drafting.method == MTP:
         shared = SHARED

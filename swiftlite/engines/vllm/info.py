@@ -58,6 +58,7 @@ VLLM = EngineInfo(
     can_sleep=True,
     takes_draft_schedule=True,
     joins_ngrams=True,
+    runs_drafters=True,
     emulates_bfloat16=True,
     takes_live_weights=True,
     logs_requests=True,

@@ -326,7 +326,7 @@ class MtpDraft(nn.Module):
         filled = fill(
             parameters,
             weights,
-            len(self.model.heads),
+            heads_of(self.config).layers,
             default_weight_loader,
             self.expert_mapping(),
             is_part=not is_mtp_completeness_check_enabled(),
@@ -342,6 +342,7 @@ def _with_config(vllm_config: VllmConfig, config: Any) -> VllmConfig:
     changed = copy(vllm_config)
     changed.model_config = copy(speculative.draft_model_config)
     changed.model_config.hf_config = config
+    changed.model_config.hf_text_config = config.get_text_config()
     return changed
 
 

@@ -80,7 +80,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
 def mtp_options(model: HfModel) -> dict[str, Any]:
     """Return vLLM's options for drafting with the heads of a model, or another drafter: from their own folder, if they
     have one."""
-    method = {"method": model.heads.kind}
+    method = {"method": model.family.drafter(model.config).vllm_method or model.heads.kind}
     folder = draft_folder(model)
     if folder is None:
         return method
@@ -118,8 +118,13 @@ def require_plugin_for(config: EngineConfig) -> None:
     Raises:
         UserError: the plugin is missing.
     """
-    if draft_folder(config.model) is None or config.ngrams is not None:
+    if needs_plugin(config.model) or config.ngrams is not None:
         require_plugin(VLLM)
+
+
+def needs_plugin(model: HfModel) -> bool:
+    """Return whether vLLM drafts with a class of swiftlite's plugin."""
+    return draft_folder(model) is None or model.family.drafter(model.config).needs_plugin
 
 
 def check_heads_can_be_updated(model: HfModel) -> None:

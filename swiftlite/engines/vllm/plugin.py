@@ -28,9 +28,11 @@ from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts, postponed
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
+from swiftlite.families.mtp_features import CLASS_ENDING
 from swiftlite.families.serving.index import drafts_of_plugin, model_types
 from swiftlite.families.serving.vllm import convention
 
+_FEATURE_HEADS = "swiftlite.engines.vllm.mtp_features"
 _MODELS, _IMAGE_MODELS = "swiftlite.engines.vllm.models", "swiftlite.engines.vllm.image_models"
 PLUGIN_DRAFTS = drafts_of_plugin(convention)
 """Conventions of the plugin's draft classes, by architecture of the trunk."""
@@ -67,8 +69,7 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     # "mtp" is one of vLLM's MTPModelTypes, without special treatment.
     changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": heads_of(hf_config).layers}
     text_config = hf_config.get_text_config()
-    if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"):
-        changes |= _layers_like_the_last(text_config, changes["n_predict"])
+    changes |= layers_like_the_last(architecture, text_config, changes["n_predict"])
     text_config.update(_settings_outside(hf_config, text_config) | changes)
     return text_config
 
@@ -96,11 +97,13 @@ def _module_of(trunk: str) -> str:
     return _MODELS
 
 
-def _layers_like_the_last(hf_config: PreTrainedConfig, num_heads: int) -> dict[str, Any]:
+def layers_like_the_last(architecture: str, hf_config: PreTrainedConfig, num_heads: int) -> dict[str, Any]:
     """Return settings with which MTP heads have the same kind of layer as the trunk's last layer.
 
-    vLLM selects the kind of a layer by its index; the indices of heads start from 0.
+    For these architectures, vLLM selects the kind of a layer by its index; the indices of heads start from 0.
     """
+    if architecture not in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"):
+        return {}
     last = hf_config.num_hidden_layers - 1
     dense_heads: list[int] = []
     if last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0:
@@ -150,6 +153,8 @@ def register() -> None:
         # vLLM's own classes reject mtp.* tensors: "There is no module or parameter named 'mtp'".
         ModelRegistry.register_model(trunk, f"{_module_of(trunk)}:{trunk}")
         ModelRegistry.register_model(draft, f"{_module_of(trunk)}:{draft}")
+        if _module_of(trunk) == _MODELS:
+            ModelRegistry.register_model(trunk + CLASS_ENDING, f"{_FEATURE_HEADS}:{trunk}{CLASS_ENDING}")
     for architecture, corrected in CORRECTED.items():
         ModelRegistry.register_model(architecture, f"{_MODELS}:{corrected}")
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)

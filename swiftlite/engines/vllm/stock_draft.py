@@ -1,4 +1,4 @@
-"""Write and check the folder `draft/` of an export, from which vLLM drafts without swiftlite's plugin.
+"""Write and check the folder `draft/` of an export, from which vLLM drafts, mostly without swiftlite's plugin.
 
     config.json                   selects one of vLLM's draft classes
     model.safetensors, its index  the head or the drafter with the names of this class
@@ -38,7 +38,8 @@ _OF_TRUNK = (
 
 
 def draft_folder(model: HfModel) -> Path | None:
-    """Return the folder from which vLLM drafts without swiftlite's plugin; None if the model has none."""
+    """Return the folder from which vLLM drafts, without swiftlite's plugin unless the drafter needs it; None if the
+    model has none."""
     if (model.directory / HEADS_FILE).is_file():
         return model.directory / DRAFT_FOLDER
     return None
@@ -112,6 +113,8 @@ def _config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
 def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of the head with the names of vLLM's class."""
     stored = load_file(directory / HEADS_FILE)
+    if family.drafter(hf_config).needs_plugin:
+        return stored  # its class selects the tokens of a draft vocabulary
     if kind_of(hf_config) != MTP:
         return {**stored, **_tensors_of_vocab(directory, family, hf_config)}
     rows = {row.mcore: row for row in stock.class_of(family, hf_config).rows(family, hf_config)}

@@ -11,7 +11,7 @@ A tower counts its operations from the numbers of items of images; all pairs of 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP_FEATURES, Heads
 from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.bridge.rows import lift
@@ -125,6 +125,9 @@ def training_flops(
         matrix_passes = output_passes = 2
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
+    of_features = 0
+    if heads.kind == MTP_FEATURES:  # only the first draft reads them
+        of_features = 3 * _PER_MAC * len(heads.features) * hidden**2
     adapters, head_adapters = 0, 0
     if lora is not None:
         matrix_passes = min(trunk_passes, 2)
@@ -153,8 +156,9 @@ def training_flops(
     item = item_square = 0.0
     if tower is not None and not trunk_is_read:
         item, item_square = tower.macs(trained_parts)
+    of_heads = (head_passes * mtp_layer + head_adapters) * num_drafts + of_features
     return Flops(
-        linear=matrix_passes * trunk + adapters + (head_passes * mtp_layer + head_adapters) * num_drafts + square,
+        linear=matrix_passes * trunk + adapters + of_heads + square,
         square=square,
         targets=(trunk_target, *[head_output_passes * drafted] * num_drafts),
         item=_PER_MAC * item,

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from swiftlite.base.heads import MTP_FEATURES
 from swiftlite.base.lora import Lora
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.architecture import Architecture
@@ -49,6 +50,8 @@ class ModelOnRank:
         self.vocab = architecture.outside.local_vocab(self.rank)
         self.drafted = share(len(setup.heads.draft_vocab), self.rank.tp)
         self.num_mtp_layers = setup.heads.layers
+        # Of an MTP head; other drafters are estimated as heads without features.
+        self.num_features = len(setup.heads.features) if setup.heads.kind == MTP_FEATURES else 0
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
     def rank_in(self, layer: int) -> Rank:
@@ -81,10 +84,18 @@ class ModelOnRank:
         layer.
         """
         num_norms = 2 if self.architecture.outside.heads_share_final_norm else 3
-        frame = num_norms * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
+        frame = (num_norms + self.num_features) * self.hidden + self.projection_weights()
         if self.outside.heads_have_output_layers:
             frame += self.embedding().total
         return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
+
+    def projection_weights(self) -> int:
+        """Count the weights of a head's projection of embedding and state. If it reads features, later drafts have
+        other weights for the state."""
+        num_inputs = 2
+        if self.num_features:
+            num_inputs += self.num_features + 1
+        return num_inputs * self.hidden * self.hidden // self.rank.tp
 
     def head_rows(self) -> list[Row]:
         """Return the bridge rows of a head's linear layers, for adapters."""
@@ -105,6 +116,7 @@ class ModelOnRank:
         if self.setup.heads.unroll > 1:  # later steps read the keys of the first, see `model.mtp.UnrolledLayer`
             rank = replace(rank, recomputed=rank.recomputed - {"core_attn", "mla_up_proj"})
         block, lora = self.architecture.mtp_block, self.setup.lora
+        num_features = self.num_features if head == 0 else 0
         is_first_of_frozen = self.is_trunk_frozen and head == 0
         id_bytes = adapter_bytes = 0
         if not self.is_trunk_frozen:
@@ -114,8 +126,12 @@ class ModelOnRank:
         return [
             Activation("token ids", id_bytes),
             Activation("enorm input", self._head_norm_bytes(rank, has_gradient=not self.is_trunk_frozen)),
-            Activation("hnorm input", self._head_norm_bytes(rank, has_gradient=not is_first_of_frozen)),
-            Activation("eh_proj input", rank.input_activation_bytes(rank.sequence_tokens, 2 * self.hidden)),
+            Activation(
+                "hnorm input", (1 + num_features) * self._head_norm_bytes(rank, has_gradient=not is_first_of_frozen)
+            ),
+            Activation(
+                "eh_proj input", rank.input_activation_bytes(rank.sequence_tokens, (2 + num_features) * self.hidden)
+            ),
             Activation("decoder layer", block.activation_bytes(rank)),
             Activation("adapters", adapter_bytes),
             Activation("output norm input", self._head_norm_bytes(rank, has_gradient=True)),
@@ -246,7 +262,7 @@ class VirtualStage:
         for number in self.layer_numbers:
             if low.is_in_layer(number, len(model.layers)):
                 trunk_weights += low_precision_weights(model.layers[number], model.rank)
-        projection = 2 * model.hidden * model.hidden // model.rank.tp
+        projection = model.projection_weights()
         head_weights = projection + low_precision_weights(model.architecture.mtp_block, model.rank)
         per_weight = low.quantized.weights
         if model.is_trunk_frozen:

@@ -299,6 +299,7 @@ RULES = (
     sft_heads.joint_weights_have_an_overlap,
     sft_heads.fit_has_something_to_fit_to,
     sft_heads.options_apply_to_the_drafter,
+    sft_heads.features_are_layers,
     sft_heads.drafter_fits_the_model,
     sft_heads.drafter_reads_a_frozen_trunk,
     sft_heads.draft_vocab_can_be_learned,

@@ -8,7 +8,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.docs import unsupported
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads
 from swiftlite.families import FAMILIES, dflash
-from swiftlite.families.drafters import DRAFTERS
+from swiftlite.families.drafters import DRAFTERS, are_features
 from swiftlite.families.index import known_architecture
 from swiftlite.families.serving import stock
 from swiftlite.families.serving.index import DRAFT_FOR
@@ -33,7 +33,9 @@ def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     wanted, present, given = args.mtp_num_layers, facts.heads.layers, f"--mtp_num_layers {args.mtp_num_layers}"
     named, new = "MTP weights", "--mtp_init fit_last_layer or random"
     if facts.heads.kind != MTP:
-        named, new = f"weights of the drafter {facts.heads.kind!r}", "--mtp_init random"
+        named = f"weights of the drafter {facts.heads.kind!r}"
+        if not DRAFTERS[facts.heads.kind].is_fitted:
+            new = "--mtp_init random"
         if wanted is None:  # files can have MTP heads that config.json does not declare, but no other drafter
             wanted, given = heads_of(args, facts.heads).layers, "--mtp_init checkpoint"
     if not wanted or wanted < 0 or wanted == present:
@@ -99,33 +101,53 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
 def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.drafter_layers is not None and args.drafter != dflash.KIND:
         yield f"--drafter_layers {args.drafter_layers} requires --drafter dflash", "remove it, or use --drafter dflash"
+    if args.mtp_features and args.drafter:
+        problem = f"--mtp_features is for MTP heads, not for --drafter {args.drafter}, which reads features anyway"
+        yield problem, "remove one of the two"
     if facts.heads.kind == MTP:
         return
-    name = _drafter(args, facts)
-    if args.drafter and args.mtp_mode != "heads_only":
+    name, drafter = _drafter(args, facts), DRAFTERS[facts.heads.kind]
+    if (args.drafter or args.mtp_features) and args.mtp_mode != "heads_only":
         yield f"{name} requires --mtp_mode heads_only", "add --mtp_mode heads_only"
-    copies = DRAFTERS[facts.heads.kind].starts_with_copies
-    if args.mtp_init == "fit_last_layer" or (args.mtp_init == "copy_last_layer" and not copies):
+    copies = drafter.starts_with_copies
+    can_start = {"fit_last_layer": drafter.is_fitted, "copy_last_layer": copies}
+    if not can_start.get(args.mtp_init or "", True):
         hint = f"use --mtp_init {'copy_last_layer' if copies else 'random'}"
         yield f"--mtp_init {args.mtp_init} initializes MTP heads, not {name}", hint
     if args.draft_for:
         yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, not of {name}", "remove it"
 
 
+def features_are_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    num_layers = facts.hf_config.get("num_hidden_layers")
+    if not args.mtp_features or not isinstance(num_layers, int):
+        return
+    if 0 in args.mtp_features or not are_features(args.mtp_features, num_layers):
+        given, middle = ",".join(map(str, args.mtp_features)), sorted({num_layers // 2, max(num_layers - 3, 1)})
+        yield (
+            f"--mtp_features {given} must be numbers of decoder layers from 1 to {num_layers - 1}, in ascending order",
+            f"for example --mtp_features {','.join(map(str, middle))}",
+        )
+
+
 def _drafter(args: SftArgs, facts: Facts) -> str:
     """Return the name, in messages, of a drafter other than MTP heads."""
     if args.drafter:
         return f"--drafter {args.drafter}"
+    if args.mtp_features:
+        return f"--mtp_features {','.join(map(str, args.mtp_features))}"
     return f"the drafter {facts.heads.kind!r} that config.json declares"
 
 
 def drafter_fits_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
     without = {key: value for key, value in facts.hf_config.items() if key != DRAFTER_KEY}
-    if args.drafter is None or family is None or known_architecture(without) is None:
+    is_given = args.drafter or args.mtp_features
+    if not is_given or family is None or known_architecture(without) is None:
         return
     if why := family.drafter(facts.hf_config).why_not(family, facts.hf_config):
-        yield f"--drafter {args.drafter} is not supported for --model {args.model}: {why}", "omit it to train MTP heads"
+        name = _drafter(args, facts)
+        yield f"{name} is not supported for --model {args.model}: {why}", "omit it to train MTP heads"
 
 
 def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -135,7 +157,7 @@ def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Proble
         return
     name, without = _drafter(args, facts), "use --mtp_num_layers 0 to train without it"
     of_lora = "remove --tuner_type"
-    if args.mtp_mode != "heads_only" and not args.drafter:
+    if args.mtp_mode != "heads_only" and not args.drafter and not args.mtp_features:
         of_lora += f", or {without}"
         hint = f"add --mtp_mode heads_only, or {without}"
         if "mtp_mode" in unsupported(type(args)):
