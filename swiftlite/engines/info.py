@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.runtime.environment import has_bfloat16_instructions, sees_gpu
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class EngineInfo:
         server_takes_draft_schedule: whether the server supports --draft_schedule.
         joins_ngrams: whether the adapter and the server support drafts from the text (`ngram.py`) as well.
         drafts_without_heads: whether they support drafts from the text alone.
-        runs_drafters: whether they support drafters other than MTP heads (`SERVED` in `families/drafters.py`).
+        drafters: kinds of drafters with which the engine drafts (`families/drafters.py`).
         takes_live_weights: whether the engine's server accepts new weights while serving.
         logs_requests: whether the engine's server supports the middleware of `request_log`.
         serves_adapters: whether the engine's server supports adapters. Tests check that it gives the answers of the
@@ -130,7 +131,7 @@ class EngineInfo:
     server_takes_draft_schedule: bool = True
     joins_ngrams: bool = False
     drafts_without_heads: bool = False
-    runs_drafters: bool = False
+    drafters: tuple[str, ...] = (MTP,)
     takes_live_weights: bool = False
     logs_requests: bool = False
     is_batched: bool = True

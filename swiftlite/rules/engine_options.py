@@ -16,7 +16,6 @@ from swiftlite.args.commands import (
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.args.fields import WITH_HEADS, SamplingArgs
-from swiftlite.base.heads import MTP
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.index import FAMILIES
@@ -136,10 +135,11 @@ def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> I
 
 def drafter_has_its_engine(args: EngineCommand | BenchArgs, facts: Facts) -> Iterator[Problem]:
     drafts = args.speculative in WITH_HEADS or (isinstance(args, DeployArgs) and args.speculative is None)
-    if not drafts or not facts.heads.layers or facts.heads.kind == MTP or ENGINES[args.infer_backend].runs_drafters:
+    if not drafts or not facts.heads.layers or facts.heads.kind in ENGINES[args.infer_backend].drafters:
         return
     needs_server = isinstance(args, DeployArgs | BenchArgs)
-    able = [info.name for info in ENGINES.values() if info.runs_drafters and (info.server or not needs_server)]
+    infos = [info for info in ENGINES.values() if facts.heads.kind in info.drafters]
+    able = [info.name for info in infos if info.server or not needs_server]
     hint = f"use --infer_backend {' or '.join(able)}"
     if not isinstance(args, BenchArgs):
         hint += ", or --speculative none"

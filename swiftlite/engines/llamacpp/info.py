@@ -2,6 +2,7 @@
 
 from swiftlite.args.fields import LlamacppArgs
 from swiftlite.engines.info import EngineInfo
+from swiftlite.families.serving.llamacpp import KINDS
 
 LLAMACPP = EngineInfo(
     name="llamacpp",
@@ -18,6 +19,7 @@ LLAMACPP = EngineInfo(
     measured="b11549",
     server_takes_draft_schedule=False,
     sampling_options=("top_p", "top_k", "min_p", "repetition_penalty"),
+    drafters=KINDS,
     joins_ngrams=True,
     drafts_without_heads=True,
     supports_draft_vocab=False,

@@ -1,6 +1,7 @@
 """`EngineInfo` of transformers."""
 
 from swiftlite.engines.info import EngineInfo
+from swiftlite.families.drafters import SERVED
 
 TRANSFORMERS = EngineInfo(
     name="transformers",
@@ -14,7 +15,7 @@ TRANSFORMERS = EngineInfo(
     server_takes_draft_schedule=False,
     takes_draft_confidence=True,
     joins_ngrams=True,
-    runs_drafters=True,
+    drafters=SERVED,
     draws_rollouts=True,
     is_batched=False,
     supports_images=True,

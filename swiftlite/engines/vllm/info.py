@@ -6,6 +6,7 @@ from typing import Any
 from swiftlite.args.config import Problem
 from swiftlite.args.fields import VllmArgs
 from swiftlite.engines.info import EngineInfo, Plugin
+from swiftlite.families.drafters import SERVED
 
 
 def speculative_tokens_are_given_once(args: Any) -> Iterator[Problem]:
@@ -58,7 +59,7 @@ VLLM = EngineInfo(
     can_sleep=True,
     takes_draft_schedule=True,
     joins_ngrams=True,
-    runs_drafters=True,
+    drafters=SERVED,
     emulates_bfloat16=True,
     takes_live_weights=True,
     logs_requests=True,
