@@ -42,7 +42,7 @@ def test_good_options_pass_without_a_note(here, args):
         ({"speculative": "mtp,ngram"}, "--speculative mtp,ngram --infer_backend sglang", "--infer_backend vllm"),
         ({"speculative": "ngram"}, "--speculative ngram --infer_backend sglang", "--infer_backend llamacpp"),
         ({"model": "drafted"}, "--infer_backend sglang eagle3", "--infer_backend vllm --speculative none"),
-        ({"model": "drafted", "infer_backend": "llamacpp"}, "--infer_backend llamacpp eagle3", "--infer_backend vllm"),
+        ({"model": "drafted", "infer_backend": "sglang"}, "--infer_backend sglang eagle3", "--infer_backend vllm"),
         ({"model": "plain", "speculative": "ngram"}, "--speculative ngram", "--speculative none"),
         ({"speculative": "none", "draft_schedule": "bench.json"}, "--draft_schedule --speculative none", ""),
         ({"model": "plain", "draft_schedule": "bench.json"}, "--draft_schedule plain/config.json", ""),
