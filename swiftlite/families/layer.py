@@ -149,6 +149,8 @@ class Layer:
         residual_multiplier: factor of the outputs of attention and MLP before they are added to the state.
         has_input_norms: whether the inputs of attention and MLP are normalized.
         has_output_norms: whether the outputs of attention and MLP are normalized before they are added to the state.
+        has_scalar: whether the output of the layer is multiplied by a number of the layer, which is not trained.
+            Requires `has_output_norms`.
     """
 
     attention: Attention
@@ -157,6 +159,7 @@ class Layer:
     residual_multiplier: float = 1.0
     has_input_norms: bool = True
     has_output_norms: bool = False
+    has_scalar: bool = False
 
     def rows(self) -> list[Row]:
         """Return the bridge rows, with names relative to the layer."""
@@ -171,7 +174,8 @@ class Layer:
                 "post_mlp_layernorm": "post_feedforward_layernorm",
             }
         norms = [Row(f"{mcore}.weight", {f"{hf}.weight": (hidden,)}) for mcore, hf in names.items()]
-        return [self._renamed(row) for row in (*self.attention.rows(), *norms, *self.mlp.rows())]
+        scalar = [Row("layer_scalar", {"layer_scalar": (1,)}, is_frozen=True)] if self.has_scalar else []
+        return [self._renamed(row) for row in (*self.attention.rows(), *norms, *self.mlp.rows(), *scalar)]
 
     def _renamed(self, row: Row) -> Row:
         return replace(row, hf={renamed(name, self.hf_names): shape for name, shape in row.hf.items()})
@@ -193,8 +197,8 @@ class Layer:
 
     def parameters(self, rank: Rank) -> ParameterCount:
         """Count the parameters on a rank."""
-        norms = ParameterCount(self._num_norms * self.attention.hidden)
-        return norms + self.attention.parameters(rank) + self.mlp.parameters(rank)
+        own = ParameterCount(self._num_norms * self.attention.hidden, frozen=int(self.has_scalar))
+        return own + self.attention.parameters(rank) + self.mlp.parameters(rank)
 
     @property
     def _num_norms(self) -> int:

@@ -78,6 +78,8 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
         "sizes": {name: attention.mcore_config()[name] for name in attention.layer_arguments},
         "query_size": attention.head_dim,
         "value_scale": attention.value_scale,
+        "keys_are_values": attention.keys_are_values,
+        "value_norm": attention.value_norm,
         "is_rotary": attention.rotary > 0,
         "rope_interleave": attention.rope_interleave,
     }
@@ -209,7 +211,7 @@ def decoder_layer_spec(
         add_residual = scaled_residual(layer.residual_multiplier)
     params: dict[str, Any] = {}
     if layer.has_output_norms:
-        layer_class, params = OutputNormsLayer, {"norm": modules.norm}
+        layer_class, params = OutputNormsLayer, {"norm": modules.norm, "has_scalar": layer.has_scalar}
     norm = modules.norm if layer.has_input_norms else IdentityOp
     if norm is FusedRMSNorm and not layer.has_output_norms and layer.residual_multiplier == 1:
         norm = ResidualRMSNorm

@@ -44,7 +44,7 @@ from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.transformers.drafters import GENERATORS, load_drafter
 from swiftlite.engines.transformers.image_inputs import ImageInputs
-from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator
+from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, ScaledOutput
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
 from swiftlite.engines.transformers.verification import processed, verify, verify_greedily, warpers
 from swiftlite.families.drafters import SERVED
@@ -90,14 +90,14 @@ class TransformersEngine:
         outside = model.family.outside(model.config)
         self._embedding_multiplier = 1.0 if outside.multiplies_in_embedding else outside.embedding_multiplier
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
-        if outside.logits_divisor != 1:
-            self._output_layer = DividedOutput(self._output_layer, outside.logits_divisor)
+        if outside.logits_divisor != 1 or outside.logits_cap is not None:
+            self._output_layer = ScaledOutput(self._output_layer, outside)
         self._vision_model: Any = None
         if self._config.max_images:
             self._vision_model = trunk.base_model
         self._draft_output: Any = self._output_layer
         if model.heads.draft_vocab:
-            self._draft_output = DraftOutput(self._output_layer, model.heads.draft_vocab, outside.logits_divisor)
+            self._draft_output = DraftOutput(self._output_layer, model.heads.draft_vocab, outside)
 
     @property
     def bucket_device(self) -> torch.device:
