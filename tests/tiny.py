@@ -90,7 +90,17 @@ STEP = ("step3p5", "step3p7")
 GEMMA4 = ("gemma4", "gemma4_text")
 COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
 """Families whose language model has the prefix `language_model.` in files."""
-WRAPPED = ("exaone4_5", "gemma4", "step3p7", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *COPIED_TOWER)
+WRAPPED = (
+    "exaone4_5",
+    "gemma4",
+    "step3p7",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    *COPIED_TOWER,
+)
 """Families whose files contain a vision tower in addition to the language model."""
 TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model", "step3p7": "model"}
 TEXT_PREFIX |= dict.fromkeys(COPIED_TOWER, "language_model.model")

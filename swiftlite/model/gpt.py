@@ -559,7 +559,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         return self.output_layer(self.whole_sequence(hidden_SBH)).squeeze(-1).T
 
     def logits(self, hidden_SBH: torch.Tensor, own: "ColumnParallelLinear | None" = None) -> torch.Tensor:
-        """Return logits [S, B, V] for this rank's part of the vocabulary, neither divided by `logits_divisor` nor capped.
+        """Return logits [S, B, V] for this rank's part of the vocabulary, without divisor and cap.
 
         Args:
             own: output layer of a head; None for that of the trunk.

@@ -100,6 +100,7 @@ class Reference(nn.Module):
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
             head["block"] = layer_class(config, layer_idx=number)
+            head["block"].self_attn.store_full_length_kv = False  # of Gemma 4, for layers that share keys
             if family in WITH_OWN_OUTPUT:
                 head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
                 head["output"].weight.data.copy_(mtp_tensors[output_name(block)])
