@@ -75,6 +75,10 @@ def dense_cases() -> Iterator[Case]:
     # The layers of Gemma 3 share cosines and sines of two rotary embeddings, and masks, which are not estimated.
     sizes = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
     yield config("gemma3_text", **sizes, tie_word_embeddings=True), Setup(**ONE_HEAD, parameter_bytes=2)
+    # In Gemma 4, values have norms, keys of some layers are values, and logits have a cap.
+    sizes = OWN_SIZES["gemma4_text"] | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    for size in (2, 4):
+        yield config("gemma4_text", **sizes, tie_word_embeddings=True), Setup(**ONE_HEAD, parameter_bytes=size)
     # OLMo 2 has one norm each for all queries and all keys, and EXAONE 4 has layers without rotary embeddings.
     yield config("olmo2"), Setup(**ONE_HEAD, parameter_bytes=4)
     yield config("exaone4", sliding_window=16, sliding_window_pattern=2), Setup(**ONE_HEAD)
