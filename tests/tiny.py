@@ -88,6 +88,8 @@ DSA = ("deepseek_v32", "glm_moe_dsa")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", *DSA)
 STEP = ("step3p5", "step3p7")
 GEMMA4 = ("gemma4", "gemma4_text")
+STACKED_TRUNK = ("qwen3_vl_moe", *GEMMA4)
+"""Families with stacks of experts in files of the trunk, and without in those of heads."""
 COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
 """Families whose language model has the prefix `language_model.` in files."""
 WRAPPED = (
@@ -300,19 +302,19 @@ def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
 
 
 def as_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss, Step-3.5
-    and Qwen3-VL are stacked.
+    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss, Step-3.5,
+    Qwen3-VL and Gemma 4 are stacked.
     """
     if family in STEP:
         return per_matrix(tensors)
     if family == "qwen3_vl_moe":
         return transposed(tensors)
-    return dict(tensors) if family == "gpt_oss" else per_expert(tensors)
+    return dict(tensors) if family in ("gpt_oss", *GEMMA4) else per_expert(tensors)
 
 
 def head_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors of a decoder layer that transformers has in memory with the experts of MTP heads in files."""
-    return per_expert(tensors) if family == "qwen3_vl_moe" else as_in_files(family, tensors)
+    return per_expert(tensors) if family in STACKED_TRUNK else as_in_files(family, tensors)
 
 
 def per_matrix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -110,6 +110,9 @@ class Attention(Sublayer, Protocol):
 class FeedForward(Sublayer, Protocol):
     """The MLP of a layer, which processes each token separately."""
 
+    norms_input: ClassVar[bool]
+    """Whether the MLP normalizes its input itself, instead of the layer."""
+
     @property
     def experts(self) -> int:
         """Number of routed experts; 0 without experts."""
@@ -166,8 +169,10 @@ class Layer:
         hidden = self.attention.hidden
         names = {}
         if self.has_input_norms:
+            names["input_layernorm"] = "input_layernorm"
+        if self._norms_mlp_input:
             before_mlp = "pre_feedforward_layernorm" if self.has_output_norms else "post_attention_layernorm"
-            names |= {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": before_mlp}
+            names["pre_mlp_layernorm"] = before_mlp
         if self.has_output_norms:
             names |= {
                 "post_attention_layernorm": "post_attention_layernorm",
@@ -201,8 +206,12 @@ class Layer:
         return own + self.attention.parameters(rank) + self.mlp.parameters(rank)
 
     @property
+    def _norms_mlp_input(self) -> bool:
+        return self.has_input_norms and not self.mlp.norms_input
+
+    @property
     def _num_norms(self) -> int:
-        return 2 * self.has_input_norms + 2 * self.has_output_norms
+        return self.has_input_norms + self._norms_mlp_input + 2 * self.has_output_norms
 
     def macs_per_token(self) -> int:
         """Count the multiply-adds per token of a forward pass, without attention scores and values."""

@@ -31,6 +31,7 @@ from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import MTP
 from swiftlite.families import dflash, eagle3
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
+from swiftlite.families.experts_beside_mlp import ExpertsBesideMlp
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts, Mlp
@@ -44,6 +45,7 @@ from swiftlite.model.dflash import DFlashLayer
 from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
 from swiftlite.model.layers.deepstack import DeepstackLayer
+from swiftlite.model.layers.experts_beside_mlp import ExpertsBesideMLP, NormedRouter
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
 from swiftlite.model.layers.norm import DeferredRMSNorm, FusedRMSNorm, SharedNorm
@@ -148,6 +150,13 @@ def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=module, submodules=_gated(modules, mlp.activation, mlp.limit))
 
 
+def _experts_beside_mlp(beside: ExpertsBesideMlp, modules: Modules) -> ModuleSpec:
+    spec = _mixture(beside.mixture, modules)
+    spec.submodules.router = NormedRouter
+    params = {"dense": _mlp(beside.dense, modules), "norm": modules.norm}
+    return ModuleSpec(module=ExpertsBesideMLP, params=params, submodules=spec.submodules)
+
+
 def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
     """Return the spec of a mixture of experts: a router, one MLP per expert, and one MLP for all shared experts.
 
@@ -178,7 +187,11 @@ ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     LatentAttention: _latent,
     GatedDeltaNetSizes: _gated_delta_net,
 }
-MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {Mlp: _mlp, MixtureOfExperts: _mixture}
+MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
+    Mlp: _mlp,
+    MixtureOfExperts: _mixture,
+    ExpertsBesideMlp: _experts_beside_mlp,
+}
 
 
 # Constructors of the modules of all kinds of towers (`families/tower.py`). A module maps the items of a micro-batch by
@@ -223,7 +236,7 @@ def decoder_layer_spec(
             self_attention=attention_spec(layer.attention, modules),
             # Functions as in megatron-core's specs, although the annotation requires a class.
             self_attn_bda=add_residual,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=IdentityOp if layer.mlp.norms_input else norm,
             mlp=MLP_SPECS[type(layer.mlp)](layer.mlp, modules),
             mlp_bda=add_residual,  # pyright: ignore[reportArgumentType]
             sharded_state_dict_keys_map=names,

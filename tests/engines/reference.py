@@ -25,6 +25,7 @@ from tests.tiny import (
     DSA,
     HEADS_WITH_COPIES,
     KIND_OF_HEADS,
+    STACKED_TRUNK,
     WINDOWED_HEADS,
     WITH_OWN_OUTPUT,
     embedded,
@@ -123,7 +124,7 @@ class Reference(nn.Module):
         tensors |= {memory_name(family, name): tensor for name, tensor in tensors.items()}  # heads are read by both
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
         trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
-        if family == "qwen3_vl_moe":
+        if family in STACKED_TRUNK:
             tensors = per_expert(tensors)
         missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)
         assert set(missing) <= {"lm_head.weight"}

@@ -78,6 +78,7 @@ READ = {
 }
 # transformers' Qwen2 has no field of biases, which it always has.
 OF_DEEPSEEK = {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"}
+OF_GEMMA4_MIXTURE = {"enable_moe_block", "moe_intermediate_size", "num_experts", "top_k_experts"}
 OWN_NEUTRAL = {
     "llama": {"attention_bias", "mlp_bias"},
     "qwen2_moe": {"qkv_bias"},
@@ -94,13 +95,10 @@ OWN_NEUTRAL = {
         "use_bidirectional_attention",
     },
     "gemma4_text": {
+        *OF_GEMMA4_MIXTURE,
         "attention_bias",
-        "enable_moe_block",
         "hidden_activation",
         "hidden_size_per_layer_input",
-        "moe_intermediate_size",  # only with experts, as the next two
-        "num_experts",
-        "top_k_experts",
         "num_kv_shared_layers",
         "use_bidirectional_attention",
         "use_double_wide_mlp",
@@ -283,8 +281,10 @@ OF_WRAPPERS = {"exaone4_5": "exaone4", "gemma3": "gemma3_text", "gemma4": "gemma
 for _wrapper, _text in OF_WRAPPERS.items():
     OWN_NEUTRAL[_wrapper], OWN_READ[_wrapper] = OWN_NEUTRAL[_text], OWN_READ[_text]
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
-MOE = sorted(family for family, keys in OWN_READ.items() if keys & {"moe_k", "moe_top_k", "num_experts_per_tok"})
-TOPK = {"ernie4_5_moe": "moe_k", **dict.fromkeys(STEP, "moe_top_k")}
+OWN_READ["gemma4"] = OWN_READ["gemma4_text"] | OF_GEMMA4_MIXTURE
+KEYS_OF_TOPK = {"moe_k", "moe_top_k", "num_experts_per_tok", "top_k_experts"}
+MOE = sorted(family for family, keys in OWN_READ.items() if keys & KEYS_OF_TOPK)
+TOPK = {"ernie4_5_moe": "moe_k", "gemma4": "top_k_experts", **dict.fromkeys(STEP, "moe_top_k")}
 """Keys for the number of experts per token, if it is not num_experts_per_tok."""
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
@@ -351,7 +351,7 @@ OWN_CONFIG["gemma4_text"] = {
 }
 OWN_CONFIG["exaone4_5"] = OWN_CONFIG["exaone4"]
 OWN_CONFIG["gemma3"] = OWN_CONFIG["gemma3_text"]
-OWN_CONFIG["gemma4"] = OWN_CONFIG["gemma4_text"]
+OWN_CONFIG["gemma4"] = {key: value for key, value in OWN_CONFIG["gemma4_text"].items() if not key.startswith("het")}
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
 OWN_CONFIG["step3p7"] = OWN_CONFIG["step3p5"]
@@ -762,7 +762,9 @@ REFUSED = [
     *[("gemma4_text", key, None) for key in ("global_head_dim", "head_dim", "num_key_value_heads", "sliding_window")],
     ("gemma4_text", "attention_bias", True),
     ("gemma4_text", "attn_logit_softcapping", 50.0),
-    ("gemma4_text", "enable_moe_block", True),
+    ("gemma4", "enable_moe_block", False),
+    ("gemma4", "num_experts", None),
+    ("gemma4", "top_k_experts", 1),
     ("gemma4_text", "final_logit_softcapping", 0),
     ("gemma4_text", "hidden_activation", "gelu"),
     ("gemma4_text", "hidden_size_per_layer_input", 256),
@@ -959,7 +961,9 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
     [
         family
         for family in MOE
-        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p"))
+        if not family.startswith(
+            ("ernie", "gemma4", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p")
+        )
     ],
 )
 def test_one_expert_per_token(family):

@@ -63,6 +63,7 @@ ROPES = {
 
 MOE = (
     "ernie4_5_moe",
+    "gemma4",
     "gpt_oss",
     "mimo_v2_flash",
     "minimax_m2",

@@ -475,6 +475,13 @@ class Gemma4MTPModel(Gemma3MTPModel):
         config.per_layer_config = dict.fromkeys(range(config.num_hidden_layers), sizes)
         return Gemma4Layer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
+    def expert_mapping(self) -> ExpertMapping:
+        if self.config.num_experts is None:
+            return []
+        return fused_moe_make_expert_params_mapping(
+            self, "gate_proj", "down_proj", "up_proj", num_experts=self.config.num_experts
+        )
+
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the heads from HF tensors. If keys are values, vLLM's layer has them twice."""
         if self.config.attention_k_eq_v:

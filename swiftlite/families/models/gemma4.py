@@ -2,8 +2,8 @@
 embedding.
 
 Values are normalized, and in full attention can be the projected keys. Attention scores have no factor. Norms are also
-behind attention and MLP, and each layer multiplies its output by a number. Embeddings are multiplied by the square root
-of their size. Logits have a cap. MTP heads have full attention.
+behind attention and MLP, and each layer multiplies its output by a number. In 26B-A4B, experts are computed beside the
+MLP. Embeddings are multiplied by the square root of their size. Logits have a cap. MTP heads have full attention.
 
 `gemma4` are the models with towers for images and sound. Per-layer embeddings and shared keys and values, which E2B and
 E4B have, are not supported.
@@ -15,8 +15,10 @@ from typing import Any
 from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
+from swiftlite.families.experts_beside_mlp import ExpertsBesideMlp
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
+from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.serving import vllm
 from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
 from swiftlite.families.wrapped import nested
@@ -24,8 +26,10 @@ from swiftlite.families.wrapped import nested
 _BASES: windows.Bases = {windows.WINDOW: (None, 10_000.0), windows.FULL: (None, 1_000_000.0)}
 _ACTIVATION = "gelu_pytorch_tanh"
 _INTERVAL = 6
+_NAMES = {"mlp.gate.": "router.proj.", "mlp.experts.": "experts."}
 # Keys whose defaults in transformers are not derived from other keys, or differ between programs.
 _STATED = ("head_dim", "num_key_value_heads")
+_OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 _OF_E_MODELS = {"hidden_size_per_layer_input": (0, None), "num_kv_shared_layers": (0, None)}
 
 
@@ -55,13 +59,12 @@ def _check(hf_config: HfConfig) -> None:
         hidden_act=(_ACTIVATION, None),
         attention_bias=(False, None),
         attn_logit_softcapping=(None,),
-        enable_moe_block=(False, None),
         use_bidirectional_attention=("vision", None),
         use_double_wide_mlp=(False, None),
         **_OF_E_MODELS,
     )
     if not problems:
-        problems += _layer_problems(hf_config)
+        problems += _layer_problems(hf_config) + _expert_problems(hf_config)
     dense.refuse(hf_config, problems)
 
 
@@ -82,6 +85,18 @@ def _layer_problems(hf_config: HfConfig) -> list[str]:
     return []
 
 
+def _expert_problems(hf_config: HfConfig) -> list[str]:
+    if not hf_config.get("enable_moe_block"):
+        if hf_config.get("num_experts") is not None:  # of which vLLM makes experts
+            return ["num_experts is set, but enable_moe_block is not true"]
+        return []
+    problems = dense.missing_numbers(hf_config, _OF_EXPERTS)
+    if not problems and not 1 < hf_config["top_k_experts"] <= hf_config["num_experts"]:
+        topk, experts = hf_config["top_k_experts"], hf_config["num_experts"]
+        problems.append(f"top_k_experts {topk} is not between 2 and num_experts {experts}")
+    return problems
+
+
 def _attention(hf_config: HfConfig, number: int) -> GroupedQueryAttention:
     is_full = windows.layer_types(hf_config, _INTERVAL)[number] == windows.FULL
     own = {**hf_config, **_of_full_layers(hf_config)} if is_full else hf_config
@@ -96,9 +111,30 @@ def _attention(hf_config: HfConfig, number: int) -> GroupedQueryAttention:
     )
 
 
-def _layer(hf_config: HfConfig, number: int) -> Layer:
+def _mlp(hf_config: HfConfig) -> Mlp | ExpertsBesideMlp:
     mlp = replace(dense.mlp(hf_config), activation=_ACTIVATION)
-    return Layer(_attention(hf_config, number), mlp, has_output_norms=True, has_scalar=True)
+    if not hf_config.get("enable_moe_block"):
+        return mlp
+    mixture = MixtureOfExperts(
+        hidden=hf_config["hidden_size"],
+        experts=hf_config["num_experts"],
+        topk=hf_config["top_k_experts"],
+        ffn=hf_config["moe_intermediate_size"],
+        activation=_ACTIVATION,
+        router={
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": True,
+            "moe_router_dtype": None,
+            "moe_router_load_balancing_type": "aux_loss",
+        },
+    )
+    return ExpertsBesideMlp(mlp, mixture)
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    return Layer(
+        _attention(hf_config, number), _mlp(hf_config), hf_names=_NAMES, has_output_norms=True, has_scalar=True
+    )
 
 
 def _outside(hf_config: HfConfig) -> Outside:
@@ -140,4 +176,11 @@ GEMMA4 = nested(
         vllm=Convention("Gemma4ImageMTPModel", classes=_CLASSES),
         transformers="swiftlite.engines.transformers.language_models:gemma4",
     ),
+    tiny={
+        **GEMMA4_TEXT.tiny,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
 )
