@@ -168,7 +168,7 @@ REASONS = {
     "exaone4": "outputs",
     "gemma3": "outputs",
     "gemma3_text": "outputs",
-    "gemma4": "outputs",
+    "gemma4": "experts",
     "gemma4_text": "outputs",
     "olmo2": "outputs",
     "olmo3": "outputs",

@@ -103,7 +103,7 @@ OF_BLOCKS: dict[str, dict[str, Any]] = {
 WITHOUT_EXPERTS = ("qwen3", "llama", "qwen2", "mimo", "qwen3_5_text")
 # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only, and requires a kernel for experts of
 # Qwen3-VL even if the list excludes them. The tower of a tiny Gemma 3 is not one.
-NOT_QUANTIZED = ("gemma3", "gpt_oss", "qwen3_vl_moe", *DSA, *ONLY_IN_TRANSFORMERS)
+NOT_QUANTIZED = ("gemma3", "gemma4", "gpt_oss", "qwen3_vl_moe", *DSA, *ONLY_IN_TRANSFORMERS)
 QUANTIZED_CASES = [
     *product(
         [family for family in CLASSES if family not in NOT_QUANTIZED],
