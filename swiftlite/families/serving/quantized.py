@@ -78,7 +78,7 @@ def engine_name(template: str, hf_config: HfConfig, head: int) -> str:
 
 def experts_as_one(names: Iterable[str]) -> list[str]:
     """Return the names with the projections of all experts replaced by the module that contains the experts."""
-    return list(dict.fromkeys(re.sub(r"(\.experts)\.\d+\..*", r"\1", name) for name in names))
+    return list(dict.fromkeys(re.sub(r"((?:^|\.)experts)\.\d+\..*", r"\1", name) for name in names))
 
 
 def _with_latent(names: Iterable[str]) -> list[str]:
