@@ -253,7 +253,7 @@ def embedded(trunk: Any, ids: torch.Tensor) -> torch.Tensor:
 def logits_of(trunk: Any, states: torch.Tensor) -> torch.Tensor:
     """Return the logits of a transformers model for states after its final norm."""
     logits = trunk.lm_head(states) / getattr(trunk.config, "logits_scaling", 1.0)
-    cap = getattr(trunk.config, "final_logit_softcapping", None)
+    cap = getattr(trunk.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
