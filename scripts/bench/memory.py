@@ -218,7 +218,7 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
     def is_of_loss(tensor: torch.Tensor) -> bool:
         is_matrix = tensor.shape == (model.config.hidden_size, vocab)  # transposed matrix of a draft vocabulary
         is_vector = tensor.numel() == vocab  # one value per token, if there are as many tokens as words
-        return tensor.dtype is torch.float32 and tensor.size(-1) == vocab and not (is_matrix or is_vector)
+        return tensor.is_floating_point() and tensor.size(-1) == vocab and not (is_matrix or is_vector)
 
     of_loss = {address for address, tensor in kept.items() if is_of_loss(tensor)}
     logits = _bytes(kept[address] for address in of_loss)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from swiftlite.bridge.rows import Row
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
-from swiftlite.families.rank import ParameterCount, Rank
+from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 _NORMS = {
     "mlp.dense_norm": "pre_feedforward_layernorm",
@@ -83,6 +83,9 @@ class ExpertsBesideMlp:
     def activation_bytes(self, rank: Rank) -> int:
         if "moe" in rank.recomputed:
             return 0
-        norms = len(_NORMS) * rank.norm_activation_bytes(rank.sequence_tokens, self.dense.hidden)
-        parts = (self.dense, self.mixture)
-        return norms + sum(part.input_activation_bytes(rank) + part.activation_bytes(rank) for part in parts)
+        tokens, hidden, parts = rank.sequence_tokens, self.dense.hidden, (self.dense, self.mixture)
+        norms = len(_NORMS) * rank.norm_activation_bytes(tokens, hidden)
+        if not rank.copies_norm_inputs:
+            norms -= 2 * rank.hidden_state_bytes(hidden)  # three norms have the same input
+        weights = tokens * (2 * self.experts + 1) * FLOAT32  # before and after the division by their sum, and the sum
+        return norms + weights + sum(part.input_activation_bytes(rank) + part.activation_bytes(rank) for part in parts)

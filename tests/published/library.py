@@ -21,11 +21,13 @@ from tests.tiny import (
     COPIED_TOWER,
     DSA,
     HEADS_WITH_COPIES,
+    STACKED_TRUNK,
     VISION_TOWERS,
     VISUAL_PREFIX,
     WITH_OWN_OUTPUT,
     WRAPPED,
     as_in_files,
+    head_in_files,
     head_layer,
     head_name,
     hub_name,
@@ -211,6 +213,8 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
             attention = trunk.model.layers[1].self_attn.state_dict(prefix="self_attn.")
             others = {name: tensor for name, tensor in block_state.items() if not name.startswith("self_attn.")}
             block_state = {head_name(kind, name): tensor for name, tensor in (attention | others).items()}
+        if kind in STACKED_TRUNK:
+            block_state = head_in_files(kind, block_state)
         inner = _named(kind, block_state, stacked=STACKED.get(model) == "all")
         shapes |= {block + name: shape for name, shape in inner.items()}
         if kind in WITH_OWN_OUTPUT:

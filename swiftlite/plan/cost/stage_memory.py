@@ -320,11 +320,8 @@ class VirtualStage:
         if rank.is_fused:
             passing = num_logits * (FLOAT32 + is_capped * rank.itemsize) + rounded
             return ForwardPass(tuple(entries), recomputed, passing_logits=passing)
-        num_logits = rank.tokens * sum(vocabularies)
-        entries.append(
-            Activation("logits before they are multiplied by their cap", is_capped * num_logits * rank.itemsize)
-        )
-        logits = num_logits * FLOAT32
+        # With a cap, the logits before the multiplication by the cap are stored as well.
+        logits = rank.tokens * sum(vocabularies) * (FLOAT32 + is_capped * rank.itemsize)
         return ForwardPass(tuple(entries), recomputed, logits=logits, passing_logits=rounded)
 
     def _activations_outside_layers(self) -> list[Activation]:
