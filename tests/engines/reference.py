@@ -394,7 +394,7 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return tensors
     if any(name.endswith("moe.gate_proj.weight") for name in tensors):
         return _stacks_of_gate_and_up(tensors)
-    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in f".{name}"}
     for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
         count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
 

@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts, SourceCounts
 from swiftlite.base.errors import UserError
-from swiftlite.bridge.encoding.expert_stack import stack_as_in_files
+from swiftlite.bridge.encoding.expert_stack import stack, stack_as_in_files, stack_name
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
@@ -378,15 +378,17 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
     size, such as DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows (integrations/finegrained_fp8.py).
     """
     family, hf_config = model.family, model.config
-    tensors = {}
+    tensors, parts = {}, {}
     with Checkpoint(model.directory, format_of(hf_config)) as checkpoint:
         for key, entry in checkpoint.entries.items():
             if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
                 continue
             name = text_name(key) if is_wrapped(family) else key
-            tensors[name] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
-            checkpoint.read_into(tensors[name], key, (slice(None),) * len(entry.shape))
-    return stack_as_in_files(tensors)
+            tensor = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
+            checkpoint.read_into(tensor, key, (slice(None),) * len(entry.shape))
+            is_part = stack_name(key) in checkpoint.stored and key not in checkpoint.stored
+            (parts if is_part else tensors)[name] = tensor
+    return stack_as_in_files(tensors) | stack(parts)
 
 
 def _log_probabilities(logits_KV: torch.Tensor, tokens: torch.Tensor) -> list[float]:
