@@ -31,7 +31,7 @@ from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import MTP
 from swiftlite.families import dflash, eagle3
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
-from swiftlite.families.experts_beside_mlp import ExpertsBesideMlp
+from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts, Mlp
@@ -45,7 +45,7 @@ from swiftlite.model.dflash import DFlashLayer
 from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
 from swiftlite.model.layers.deepstack import DeepstackLayer
-from swiftlite.model.layers.experts_beside_mlp import ExpertsBesideMLP, NormedRouter
+from swiftlite.model.layers.experts_and_mlp import ExpertsAndMLP, NormedRouter
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
 from swiftlite.model.layers.norm import DeferredRMSNorm, FusedRMSNorm, SharedNorm
@@ -150,11 +150,11 @@ def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=module, submodules=_gated(modules, mlp.activation, mlp.limit))
 
 
-def _experts_beside_mlp(beside: ExpertsBesideMlp, modules: Modules) -> ModuleSpec:
-    spec = _mixture(beside.mixture, modules)
+def _experts_and_mlp(both: ExpertsAndMlp, modules: Modules) -> ModuleSpec:
+    spec: Any = _mixture(both.mixture, modules)
     spec.submodules.router = NormedRouter
-    params = {"dense": _mlp(beside.dense, modules), "norm": modules.norm}
-    return ModuleSpec(module=ExpertsBesideMLP, params=params, submodules=spec.submodules)
+    params = {"dense": _mlp(both.dense, modules), "norm": modules.norm}
+    return ModuleSpec(module=ExpertsAndMLP, params=params, submodules=spec.submodules)
 
 
 def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
@@ -190,7 +190,7 @@ ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
 MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     Mlp: _mlp,
     MixtureOfExperts: _mixture,
-    ExpertsBesideMlp: _experts_beside_mlp,
+    ExpertsAndMlp: _experts_and_mlp,
 }
 
 

@@ -1053,14 +1053,16 @@ def test_which_layers_of_exaone4_have_windows_and_rotary_embeddings():
 
 def test_sizes_of_heads_of_gemma4():
     """transformers 5.19 writes `per_layer_config` instead of the keys of published files."""
+
+    def sizes(config: dict[str, Any]) -> list[tuple[int, int, bool]]:
+        kinds: list[Any] = [layer.attention for layer in families.get(config).architecture(config).layers]
+        return [(kind.head_dim, kind.groups, kind.keys_are_values) for kind in kinds]
+
     written = CLASSES["gemma4"][0](**OWN_SIZES["gemma4_text"], num_hidden_layers=6, num_attention_heads=8, head_dim=16)
     for config in (written.to_dict(), gemma4_as_published(written.to_dict())):
-        layers = families.get(config).architecture(config).layers
-        sizes = [(each.attention.head_dim, each.attention.groups, each.attention.keys_are_values) for each in layers]
-        assert sizes == [(16, 4, False)] * 5 + [(64, 2, True)]
+        assert sizes(config) == [(16, 4, False)] * 5 + [(64, 2, True)]
     config = gemma4_as_published(written.to_dict()) | {"attention_k_eq_v": False}
-    attention = families.get(config).architecture(config).layers[-1].attention
-    assert (attention.head_dim, attention.groups, attention.keys_are_values) == (64, 4, False)
+    assert sizes(config)[-1] == (64, 4, False)
 
 
 def test_exaone4_states_whether_it_has_windows():

@@ -114,7 +114,7 @@ def expert_cases() -> Iterator[Case]:
         size = 4 if family in ("ernie4_5_moe", "minimax_m2") else 2
         hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
         yield hf_config, Setup(micro_batch_size=2, max_length=256, heads=Heads(1), parameter_bytes=size)
-    # Experts beside an MLP.
+    # Experts next to an MLP.
     sizes = OWN_SIZES["gemma4"] | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_experts": 8}
     for size in (2, 4):
         yield config("gemma4_text", **sizes), Setup(max_length=256, heads=Heads(1), parameter_bytes=size)

@@ -2,7 +2,7 @@
 embedding.
 
 Values are normalized, and in full attention can be the projected keys. Attention scores have no factor. Norms are also
-behind attention and MLP, and each layer multiplies its output by a number. In 26B-A4B, experts are computed beside the
+behind attention and MLP, and each layer multiplies its output by a number. In 26B-A4B, experts are computed next to the
 MLP. Embeddings are multiplied by the square root of their size. Logits have a cap. MTP heads have full attention.
 
 `gemma4` are the models with towers for images and sound. Per-layer embeddings and shared keys and values, which E2B and
@@ -15,7 +15,7 @@ from typing import Any
 from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
-from swiftlite.families.experts_beside_mlp import ExpertsBesideMlp
+from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
@@ -111,7 +111,7 @@ def _attention(hf_config: HfConfig, number: int) -> GroupedQueryAttention:
     )
 
 
-def _mlp(hf_config: HfConfig) -> Mlp | ExpertsBesideMlp:
+def _mlp(hf_config: HfConfig) -> Mlp | ExpertsAndMlp:
     mlp = replace(dense.mlp(hf_config), activation=_ACTIVATION)
     if not hf_config.get("enable_moe_block"):
         return mlp
@@ -128,7 +128,7 @@ def _mlp(hf_config: HfConfig) -> Mlp | ExpertsBesideMlp:
             "moe_router_load_balancing_type": "aux_loss",
         },
     )
-    return ExpertsBesideMlp(mlp, mixture)
+    return ExpertsAndMlp(mlp, mixture)
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:

@@ -155,7 +155,9 @@ class SelfAttention(McoreSelfAttention):
         values = [] if self.keys_are_values else [self.value_size]
         query, key, *own = by_group.split([queries, self.query_size, *values], dim=-1)
         query, value = query.flatten(2).unflatten(-1, (-1, self.query_size)), own[0] if own else key
-        return self.q_layernorm(query), self.k_layernorm(key), value
+        q_norm: Any = self.q_layernorm
+        k_norm: Any = self.k_layernorm
+        return q_norm(query), k_norm(key), value
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Multiply the attention output x [S, B, N * D] by the sigmoid of the gate, in the model's precision, as in

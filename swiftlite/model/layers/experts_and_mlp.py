@@ -1,4 +1,4 @@
-"""Experts beside an MLP, as in Gemma 4 (`families/experts_beside_mlp.py`).
+"""Experts next to an MLP, as in Gemma 4 (`families/experts_and_mlp.py`).
 
 Shapes: S sequence, B batch, H hidden size, T tokens, E experts.
 """
@@ -37,7 +37,7 @@ class NormedRouter(TopKRouter):
         return score_TE / score_TE.sum(dim=-1, keepdim=True) * self.expert_scale, chosen_TE
 
 
-class ExpertsBesideMLP(MoELayer):
+class ExpertsAndMLP(MoELayer):
     """A mixture of experts and an MLP that read the same states; their normalized outputs are added.
 
     megatron-core adds shared experts in the same places, but they read the input of the experts.

@@ -1,4 +1,4 @@
-"""Define the MLP of a layer in which experts are computed beside an MLP, as in Gemma 4."""
+"""Define the MLP of a layer in which experts are computed next to an MLP, as in Gemma 4."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ _NORMS = {
 
 
 @dataclass(frozen=True)
-class ExpertsBesideMlp:
+class ExpertsAndMlp:
     """A mixture of experts and an MLP that read the same state; the result is the sum of both outputs.
 
     Each has norms of its input and its output. The router reads the state through a further norm, divided by the square
