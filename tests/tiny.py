@@ -21,6 +21,8 @@ from transformers import (
     Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -55,6 +57,7 @@ from swiftlite.families.serving.index import CONVENTIONS
 _OWN_CLASSES: dict[str, tuple[type, type]] = {
     "exaone4_5": (Exaone4Config, Exaone4ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "kimi_k25": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
@@ -84,14 +87,27 @@ DSA = ("deepseek_v32", "glm_moe_dsa")
 """Families with indexers. vLLM and SGLang compute them on GPUs only."""
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", *DSA)
 STEP = ("step3p5", "step3p7")
+GEMMA4 = ("gemma4", "gemma4_text")
+STACKED_TRUNK = ("qwen3_vl_moe", *GEMMA4)
+"""Families with stacks of experts in files of the trunk, and without in those of heads."""
 COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
 """Families whose language model has the prefix `language_model.` in files."""
-WRAPPED = ("exaone4_5", "step3p7", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *COPIED_TOWER)
+WRAPPED = (
+    "exaone4_5",
+    "gemma4",
+    "step3p7",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    *COPIED_TOWER,
+)
 """Families whose files contain a vision tower in addition to the language model."""
 TEXT_PREFIX = dict.fromkeys(WRAPPED, "model.language_model") | {"qwen2_5_vl": "model", "step3p7": "model"}
 TEXT_PREFIX |= dict.fromkeys(COPIED_TOWER, "language_model.model")
 """Prefixes of the language model's tensors in these families' files."""
-WINDOWED = ("gemma3", "gemma3_text", "olmo3", *STEP)
+WINDOWED = ("gemma3", "gemma3_text", *GEMMA4, "olmo3", *STEP)
 """Families whose layers with and without a window have different rotary embeddings."""
 KIND_OF_HEADS: dict[str, str] = {
     **dict.fromkeys(WINDOWED, "full_attention"),
@@ -107,7 +123,7 @@ CANNOT_DRAFT = {
 """Families whose heads an engine cannot use for drafting."""
 ONLY_IN_TRANSFORMERS = ("exaone4_5", "kimi_k25", "mistral3", "step3p7")
 """Families whose heads only transformers uses for drafting."""
-ONLY_IN_VLLM = ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+ONLY_IN_VLLM = ("gemma3", *GEMMA4, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -236,7 +252,9 @@ def embedded(trunk: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def logits_of(trunk: Any, states: torch.Tensor) -> torch.Tensor:
     """Return the logits of a transformers model for states after its final norm."""
-    return trunk.lm_head(states) / getattr(trunk.config, "logits_scaling", 1.0)
+    logits = trunk.lm_head(states) / getattr(trunk.config, "logits_scaling", 1.0)
+    cap = getattr(trunk.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) -> dict[str, torch.Tensor]:
@@ -284,19 +302,19 @@ def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
 
 
 def as_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss, Step-3.5
-    and Qwen3-VL are stacked.
+    """Return tensors that transformers has in memory with the experts of files on the hub; those of gpt-oss, Step-3.5,
+    Qwen3-VL and Gemma 4 are stacked.
     """
     if family in STEP:
         return per_matrix(tensors)
     if family == "qwen3_vl_moe":
         return transposed(tensors)
-    return dict(tensors) if family == "gpt_oss" else per_expert(tensors)
+    return dict(tensors) if family in ("gpt_oss", *GEMMA4) else per_expert(tensors)
 
 
 def head_in_files(family: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors of a decoder layer that transformers has in memory with the experts of MTP heads in files."""
-    return per_expert(tensors) if family == "qwen3_vl_moe" else as_in_files(family, tensors)
+    return per_expert(tensors) if family in STACKED_TRUNK else as_in_files(family, tensors)
 
 
 def per_matrix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -410,6 +428,8 @@ def make_tiny_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.data = torch.randn(buffer.shape) * 0.1  # changes the choice of experts for some tokens
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(1))
         for name, parameter in model.named_parameters():
             std = 0.5 if "embed_tokens" in name else 0.2  # large enough for logits to differ clearly between tokens
             if parameter.shape[-1] > 128 and parameter.dim() > 1:  # VLLM_LATENT_SIZES: attention would saturate
@@ -467,6 +487,8 @@ def write_hf(
         config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
     if family in STEP:
         config = step_as_published(config, depth)
+    if family in GEMMA4:
+        config = gemma4_as_published(config)
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -517,6 +539,14 @@ def step_as_published(config: dict[str, Any], depth: int) -> dict[str, Any]:
     }
 
 
+def gemma4_as_published(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of Gemma 4 with the keys of published files, given the config of transformers."""
+    of_full = next(iter(config["per_layer_config"].values()))
+    groups = of_full.get("num_key_value_heads")
+    own = {"global_head_dim": of_full["head_dim"], "num_global_key_value_heads": groups}
+    return {key: value for key, value in config.items() if key != "per_layer_config"} | own
+
+
 def depth_key(family: str) -> str:
     """Return the key of config.json for the number of MTP heads."""
     return "mtp_num_hidden_layers" if family.startswith("qwen3_5") else "num_nextn_predict_layers"
@@ -562,6 +592,7 @@ VISION = {"model.visual.blocks.0.weight": torch.arange(12.0).view(3, 4), "model.
 ARCHITECTURES = {
     "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -585,7 +616,7 @@ def carried_tensors(family: str) -> dict[str, torch.Tensor]:
     return {hf_name.replace("model.visual.", VISUAL_PREFIX[family]): tensor for hf_name, tensor in VISION.items()}
 
 
-VISUAL_PREFIX = dict.fromkeys(WRAPPED, "model.visual.") | {"qwen2_5_vl": "visual."}
+VISUAL_PREFIX = dict.fromkeys(WRAPPED, "model.visual.") | {"qwen2_5_vl": "visual.", "gemma4": "model.vision_tower."}
 VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.") | {"step3p7": "vision_model."}
 """Prefixes of the vision tower's tensors in these families' files."""
 

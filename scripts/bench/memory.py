@@ -30,6 +30,7 @@ from swiftlite.model.attention.mla import HeldIndexer
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.model.inputs import ModelInputs, Target
+from swiftlite.model.layers.output_norms import OutputNormsLayer
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.plan import run as plan
 from swiftlite.plan.cost import memory
@@ -103,7 +104,8 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         modules = [module for chunk in chunks for module in chunk.modules()]
-        parameters += [held for module in modules if isinstance(module, HeldIndexer) for held in module.buffers()]
+        holders = [module for module in modules if isinstance(module, HeldIndexer | OutputNormsLayer)]
+        parameters += [held for module in holders for held in module.buffers(recurse=False)]
         gradients: Any = wrapped  # otherwise `buffers` has the type of torch's method
         buffers = [buffer for chunk in gradients for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return Measured(
@@ -216,7 +218,7 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
     def is_of_loss(tensor: torch.Tensor) -> bool:
         is_matrix = tensor.shape == (model.config.hidden_size, vocab)  # transposed matrix of a draft vocabulary
         is_vector = tensor.numel() == vocab  # one value per token, if there are as many tokens as words
-        return tensor.dtype is torch.float32 and tensor.size(-1) == vocab and not (is_matrix or is_vector)
+        return tensor.is_floating_point() and tensor.size(-1) == vocab and not (is_matrix or is_vector)
 
     of_loss = {address for address, tensor in kept.items() if is_of_loss(tensor)}
     logits = _bytes(kept[address] for address in of_loss)

@@ -65,8 +65,8 @@ def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:
 
 
 def random_tensors(row: Row, std: float, seed: int, norm_start: float) -> dict[str, torch.Tensor]:
-    """Return initial HF tensors for a bridge row: norms are `norm_start`, biases zero, and matrices normally
-    distributed.
+    """Return initial HF tensors for a bridge row: norms are `norm_start`, scales of experts 1, biases zero, and
+    matrices normally distributed.
 
     HF tensors are drawn instead of Megatron parameters, because the order of gate and up in a Megatron parameter
     depends on the tensor-parallel size. Each tensor has a separate generator, so that its values do not depend on rank
@@ -74,6 +74,8 @@ def random_tensors(row: Row, std: float, seed: int, norm_start: float) -> dict[s
     """
     if re.search(r"norm(\.\d+)?\.weight$", row.mcore):
         return {key: torch.full(shape, norm_start) for key, shape in row.hf.items()}
+    if row.mcore.endswith(".expert_scale"):
+        return {key: torch.ones(shape) for key, shape in row.hf.items()}
     if row.mcore.endswith("bias"):  # including a router's expert_bias
         return {key: torch.zeros(shape) for key, shape in row.hf.items()}
     tensors = {}

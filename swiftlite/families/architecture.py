@@ -29,9 +29,10 @@ class Outside:
         multiplies_in_embedding: whether this factor belongs to transformers' embedding module, which rounds it to the
             precision of the model.
         logits_divisor: number by which logits are divided.
-        rounds_last: whether norms and rotary embeddings round only their results to the precision of the model. By
-            default, normalized states, cosines and sines are rounded before they are multiplied.
-        rotary_rounds_last: the same for rotary embeddings only.
+        logits_cap: logits are `cap * tanh(logits / cap)`, so that they are between -cap and cap; None: no cap.
+        norms_round_last: whether norms round only their results to the precision of the model. By default, normalized
+            states are rounded before they are multiplied by the weight.
+        rotary_rounds_last: the same for rotary embeddings, whose cosines and sines are rounded by default.
         mcore_config: arguments of megatron-core's TransformerConfig that all layers share, for norms and activation.
         ropes: settings of the rotary embeddings, each with the names of config.json (`families/rope.py`), if layers
             have different ones; empty: all layers have that of config.json.
@@ -56,7 +57,8 @@ class Outside:
     embedding_multiplier: float = 1.0
     multiplies_in_embedding: bool = False
     logits_divisor: float = 1.0
-    rounds_last: bool = False
+    logits_cap: float | None = None
+    norms_round_last: bool = False
     rotary_rounds_last: bool = False
     head_layer: Layer | None = None
     heads_share_final_norm: bool = False

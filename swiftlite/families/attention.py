@@ -27,6 +27,9 @@ class GroupedQueryAttention:
         v_head_dim: size of a value head, at most `head_dim`; None: `head_dim`. Another size is not supported with norms
             of queries and keys, or an output gate.
         value_scale: factor of values.
+        keys_are_values: whether values are the projected keys, before their norm and rotary embedding. Requires
+            `qk_norm`, and `v_head_dim` None.
+        value_norm: whether each head's value is normalized, without a weight. Requires `qk_norm`.
         qkv_bias: whether queries, keys and values have biases.
         output_bias: whether the output projection has a bias.
         qk_norm: whether each head's query and key are normalized.
@@ -61,6 +64,8 @@ class GroupedQueryAttention:
     rotary: int
     v_head_dim: int | None = None
     value_scale: float = 1.0
+    keys_are_values: bool = False
+    value_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
@@ -108,7 +113,9 @@ class GroupedQueryAttention:
         qkv: Join = Interleave(self.groups)
         if self.output_gate:
             qkv = GatedQkv(self.groups, self.head_dim)
-        channels = {"q_proj": queries * (1 + self.output_gate), "k_proj": keys, "v_proj": values}
+        channels = {"q_proj": queries * (1 + self.output_gate), "k_proj": keys}
+        if not self.keys_are_values:
+            channels["v_proj"] = values
         weights = {f"{name}.weight": (number, self.hidden) for name, number in channels.items()}
         if self.hf_is_fused:
             weights = {"qkv_proj.weight": (queries + keys + values, self.hidden)}
@@ -167,7 +174,7 @@ class GroupedQueryAttention:
             core = queries + results + (keys + values) * rank.cp
         else:
             # Queries, keys and the result; values are a view of the projection's output, so the whole output is stored.
-            core = queries + results + keys + (queries * (1 + self.output_gate) + keys + values)
+            core = queries + results + keys + self._projected(rank)
             if not (self.rotary or self.qk_norm):
                 core -= self._viewed(rank)
         num_bytes = rank.itemsize * rank.tokens * core
@@ -178,6 +185,8 @@ class GroupedQueryAttention:
         num_bytes += _softmax_statistics(rank, self.heads)
         if self.qk_norm:
             num_bytes += self._qk_norm_bytes(rank)
+        if self.value_norm:
+            num_bytes += self._value_norm_bytes(rank)
         return num_bytes
 
     def _widths(self, rank: Rank) -> tuple[int, int]:
@@ -194,6 +203,12 @@ class GroupedQueryAttention:
             return self.head_dim
         return self.v_head_dim
 
+    def _projected(self, rank: Rank) -> int:
+        """Return the number of channels of the projection's output on a rank."""
+        queries, keys = self._widths(rank)
+        _, values = self._value_widths(rank)
+        return queries * (1 + self.output_gate) + keys + values * (not self.keys_are_values)
+
     def _viewed(self, rank: Rank) -> int:
         """Return how many channels of queries and keys are views of the projection's output, unless they are rotated
         or normalized. Queries of several groups with several heads each are copied."""
@@ -202,9 +217,9 @@ class GroupedQueryAttention:
         return keys if is_copied else queries + keys
 
     def _matrices(self, rank: Rank) -> int:
-        channels = sum(self._widths(rank)) + sum(self._value_widths(rank))
-        gates = self.output_gate * self._widths(rank)[0] + self.head_gate * (self.heads // rank.tp)
-        return (channels + gates) * self.hidden
+        results, _ = self._value_widths(rank)
+        head_gates = self.head_gate * (self.heads // rank.tp)
+        return (self._projected(rank) + results + head_gates) * self.hidden
 
     def _qk_norm_bytes(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
@@ -217,6 +232,21 @@ class GroupedQueryAttention:
         )
         if not (rank.copies_norm_inputs or rank.copies_views) and rank.cp == 1:
             num_bytes -= rank.tokens * keys * rank.itemsize  # input of the norm and values are views of one tensor
+        return num_bytes
+
+    def _value_norm_bytes(self, rank: Rank) -> int:
+        """Return the bytes of scales, and of values before and after the norm.
+
+        Values before the norm are a view of the projection's output. If norms copy their inputs, this output is not
+        stored. With context parallelism, values after the norm are not stored, because they are gathered.
+        """
+        _, values = self._value_widths(rank)
+        num_bytes = rank.tokens * (self.groups // rank.tp) * FLOAT32
+        if rank.cp > 1:
+            return num_bytes + rank.tokens * values * (FLOAT32 if rank.copies_norm_inputs else rank.itemsize)
+        num_bytes += rank.tokens * values * rank.itemsize
+        if rank.copies_norm_inputs:
+            num_bytes += rank.tokens * (values * FLOAT32 - self._projected(rank) * rank.itemsize)
         return num_bytes
 
 

@@ -80,8 +80,9 @@ def mask_token(hf_config: HfConfig) -> int:
 def why_not(family: "Family", hf_config: HfConfig) -> str:
     """Return why a model cannot have this drafter; empty if it can."""
     outside = family.outside(hf_config)
-    if outside.embedding_multiplier != 1 or outside.logits_divisor != 1:  # engines share both layers without them
-        return "its embeddings or logits have a factor"
+    # Engines share both layers without these.
+    if outside.embedding_multiplier != 1 or outside.logits_divisor != 1 or outside.logits_cap is not None:
+        return "its embeddings or logits have a factor or a cap"
     if hf_config["num_hidden_layers"] < max(2, num_decoder_layers(hf_config)):
         return "its trunk has fewer layers"
     return eagle3.why_not(family, hf_config)

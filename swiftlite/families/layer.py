@@ -110,6 +110,9 @@ class Attention(Sublayer, Protocol):
 class FeedForward(Sublayer, Protocol):
     """The MLP of a layer, which processes each token separately."""
 
+    norms_input: ClassVar[bool]
+    """Whether the MLP normalizes its input itself, instead of the layer."""
+
     @property
     def experts(self) -> int:
         """Number of routed experts; 0 without experts."""
@@ -149,6 +152,8 @@ class Layer:
         residual_multiplier: factor of the outputs of attention and MLP before they are added to the state.
         has_input_norms: whether the inputs of attention and MLP are normalized.
         has_output_norms: whether the outputs of attention and MLP are normalized before they are added to the state.
+        has_scalar: whether the output of the layer is multiplied by a number of the layer, which is not trained.
+            Requires `has_output_norms`.
     """
 
     attention: Attention
@@ -157,21 +162,25 @@ class Layer:
     residual_multiplier: float = 1.0
     has_input_norms: bool = True
     has_output_norms: bool = False
+    has_scalar: bool = False
 
     def rows(self) -> list[Row]:
         """Return the bridge rows, with names relative to the layer."""
         hidden = self.attention.hidden
         names = {}
         if self.has_input_norms:
+            names["input_layernorm"] = "input_layernorm"
+        if self._norms_mlp_input:
             before_mlp = "pre_feedforward_layernorm" if self.has_output_norms else "post_attention_layernorm"
-            names |= {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": before_mlp}
+            names["pre_mlp_layernorm"] = before_mlp
         if self.has_output_norms:
             names |= {
                 "post_attention_layernorm": "post_attention_layernorm",
                 "post_mlp_layernorm": "post_feedforward_layernorm",
             }
         norms = [Row(f"{mcore}.weight", {f"{hf}.weight": (hidden,)}) for mcore, hf in names.items()]
-        return [self._renamed(row) for row in (*self.attention.rows(), *norms, *self.mlp.rows())]
+        scalar = [Row("layer_scalar", {"layer_scalar": (1,)}, is_frozen=True)] if self.has_scalar else []
+        return [self._renamed(row) for row in (*self.attention.rows(), *norms, *self.mlp.rows(), *scalar)]
 
     def _renamed(self, row: Row) -> Row:
         return replace(row, hf={renamed(name, self.hf_names): shape for name, shape in row.hf.items()})
@@ -193,12 +202,16 @@ class Layer:
 
     def parameters(self, rank: Rank) -> ParameterCount:
         """Count the parameters on a rank."""
-        norms = ParameterCount(self._num_norms * self.attention.hidden)
-        return norms + self.attention.parameters(rank) + self.mlp.parameters(rank)
+        own = ParameterCount(self._num_norms * self.attention.hidden, frozen=int(self.has_scalar))
+        return own + self.attention.parameters(rank) + self.mlp.parameters(rank)
+
+    @property
+    def _norms_mlp_input(self) -> bool:
+        return self.has_input_norms and not self.mlp.norms_input
 
     @property
     def _num_norms(self) -> int:
-        return 2 * self.has_input_norms + 2 * self.has_output_norms
+        return self.has_input_norms + self._norms_mlp_input + 2 * self.has_output_norms
 
     def macs_per_token(self) -> int:
         """Count the multiply-adds per token of a forward pass, without attention scores and values."""

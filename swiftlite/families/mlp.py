@@ -31,6 +31,7 @@ class Mlp:
     recompute_modules: ClassVar[tuple[str, ...]] = ("mlp",)
     needs_sequence_parallel: ClassVar[str] = ""
     layer_arguments: ClassVar[tuple[str, ...]] = ()
+    norms_input: ClassVar[bool] = False
 
     hidden: int
     ffn: int
@@ -118,6 +119,7 @@ class MixtureOfExperts:
     recompute_modules: ClassVar[tuple[str, ...]] = ("moe",)
     needs_sequence_parallel: ClassVar[str] = "experts"
     layer_arguments: ClassVar[tuple[str, ...]] = ()
+    norms_input: ClassVar[bool] = False
 
     hidden: int
     experts: int

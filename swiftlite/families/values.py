@@ -54,6 +54,9 @@ _SIZES = {
     "swa_head_dim": (1, 10_000),
     "swa_v_head_dim": (1, 10_000),
     "sliding_window_size": (1, 10**9),
+    "global_head_dim": (1, 10_000),
+    "num_global_key_value_heads": (1, 2_000),
+    "top_k_experts": (1, 5_000),
     "index_topk": (1, 10**9),
     "index_topk_freq": (1, 1_000),
     "index_skip_topk_offset": (1, 1_000),
@@ -88,6 +91,7 @@ _NUMBERS = {
     "residual_multiplier": (1e-6, 1e6),
     "router_scaling_factor": (1e-6, 1e6),
     "moe_router_scaling_factor": (1e-6, 1e6),
+    "final_logit_softcapping": (1e-6, 1e6),
     "factor": (1e-6, 1e6),
     "original_max_position_embeddings": (1, 10**9),
     "attention_factor": (1e-6, 1e6),
@@ -110,6 +114,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }
 """Types of rotary embeddings, each with the keys that it requires in the rotary settings."""
 _FLAGS = (
+    "attention_k_eq_v",
+    "enable_moe_block",
     "add_swa_attention_sink_bias",
     "add_full_attention_sink_bias",
     "tie_word_embeddings",
@@ -133,7 +139,7 @@ _LISTS = {
     "mlp_layer_types": str,
     "indexer_types": str,
 }
-_OBJECTS = ("rope_parameters", "rope_scaling")
+_OBJECTS = ("rope_parameters", "rope_scaling", "per_layer_config")
 
 
 def value_problems(hf_config: Mapping[str, Any], by_layer: Mapping[str, tuple[float, float]]) -> list[str]:

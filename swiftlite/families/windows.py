@@ -43,11 +43,15 @@ def common_window_problems(hf_config: HfConfig) -> list[str]:
     return [f"sliding_window {window!r} is not supported; it can only be null or positive"]
 
 
-def problems_of(hf_config: HfConfig, bases: Bases, interval: int, **neutral: tuple[Any, ...]) -> list[str]:
+def problems_of(
+    hf_config: HfConfig, bases: Bases, interval: int, *, takes_proportional: bool = False, **neutral: tuple[Any, ...]
+) -> list[str]:
     """Return a problem (one line) for every setting that is invalid, or changes the computation and is not supported.
 
     Args:
         bases, interval: as in `rope` and `layer_types`.
+        takes_proportional: whether rotary embeddings can have the type `proportional`, in which angles of a part of
+            the head are 0.
         neutral: as in `dense.problems_of`.
     """
     rope_parameters = hf_config.get("rope_parameters")
@@ -67,8 +71,10 @@ def problems_of(hf_config: HfConfig, bases: Bases, interval: int, **neutral: tup
             if not isinstance(rope_parameters.get(kind) or {}, dict)
         ]
     for kind in KINDS if not problems else ():
-        factor = rope(hf_config, kind, bases)["rope_parameters"].get("partial_rotary_factor")
-        if factor not in (1, None):
+        settings = rope(hf_config, kind, bases)["rope_parameters"]
+        factor = settings.get("partial_rotary_factor")
+        is_proportional = takes_proportional and settings["rope_type"] == "proportional"
+        if factor not in (1, None) and not is_proportional:
             problems.append(f"rope_parameters: partial_rotary_factor {factor} is not supported; it can only be 1")
     if not problems:
         if FULL not in layer_types(hf_config, interval):

@@ -185,7 +185,7 @@ def build_model(
     if problems := layout_problems(mesh.layout, architecture, used.heads.layers):
         raise OptionError(problems)
     mcore_config = architecture.mcore_config()
-    modules = modules_of(kernels, norms_round_last=architecture.outside.rounds_last)
+    modules = modules_of(kernels, norms_round_last=architecture.outside.norms_round_last)
     drafter = DrafterParts(hf_config, architecture, used.heads, used.drafting, modules)
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
@@ -219,7 +219,7 @@ def _rotary_embedding(
             its config holds them separately.
     """
     outside = architecture.outside
-    if outside.rounds_last or outside.rotary_rounds_last:
+    if outside.rotary_rounds_last:
         dtype = torch.float32
     if outside.ropes:
         return RotaryEmbeddings(outside.ropes, mesh.device.torch_device, dtype)

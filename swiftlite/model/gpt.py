@@ -51,7 +51,14 @@ from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
 from swiftlite.model.layers.tensor_parallel import AddsGradients, ColumnParallelLinear, VocabParallelEmbedding
 from swiftlite.model.loss.balance import RoutedTokens, routed_tokens
-from swiftlite.model.loss.chunked_loss import EntropyTarget, LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
+from swiftlite.model.loss.chunked_loss import (
+    EntropyTarget,
+    LabelTarget,
+    TeacherTarget,
+    TrunkTarget,
+    capped,
+    chunked_loss,
+)
 from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.stage_states import StageStates
@@ -135,7 +142,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self.temperature = settings.temperature
         self.is_teacher = settings.is_teacher
         self.embedding_multiplier = _embedding_multiplier(outside, config.params_dtype)
-        self.logits_divisor = outside.logits_divisor
+        self.logits_divisor, self.logits_cap = outside.logits_divisor, outside.logits_cap
         self.heads_have_output_layers = outside.heads_have_output_layers and self.heads.kind == MTP
         self.has_score = outside.has_score
         if self.has_score and self.post_process:  # the whole matrix on each tensor-parallel rank: it has one row
@@ -553,7 +560,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         return self.output_layer(self.whole_sequence(hidden_SBH)).squeeze(-1).T
 
     def logits(self, hidden_SBH: torch.Tensor, own: "ColumnParallelLinear | None" = None) -> torch.Tensor:
-        """Return logits [S, B, V] for this rank's part of the vocabulary, not divided by `logits_divisor`.
+        """Return logits [S, B, V] for this rank's part of the vocabulary, without divisor and cap.
 
         Args:
             own: output layer of a head; None for that of the trunk.
@@ -568,9 +575,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
     def _whole_logits(self, hidden_SBH: torch.Tensor, own: ColumnParallelLinear | None = None) -> torch.Tensor:
         """Return logits [B, S, V] for all positions of the row; `own` as for `logits`."""
         logits_BSV = self.logits(self.whole_sequence(hidden_SBH), own).transpose(0, 1)
-        if self.logits_divisor == 1:
-            return logits_BSV
-        return logits_BSV / self.logits_divisor
+        if self.logits_divisor != 1:
+            logits_BSV = logits_BSV / self.logits_divisor
+        return capped(logits_BSV, self.logits_cap)
 
     def _cross_entropy(
         self,
@@ -618,6 +625,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             self.pg_collection.tp,
             output.tokens_V,
             share_BS,
+            cap=output.cap,
             returns_gradient=self._returns_matrix_gradient,
         )
 
@@ -686,7 +694,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         tp, with_overlap = self.pg_collection.tp, self.heads.has_joint_weights
         if self.loss_in_chunks:
             overlap_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_overlap else None
-            target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach(), overlap_N)
+            target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach(), output.cap, overlap_N)
             return self._chunked(states_NH, output, target, selected, share_BS)
 
         def trunk_logits(rows: slice) -> torch.Tensor:
@@ -739,7 +747,12 @@ class GPTModel(AddsGradients, McoreGPTModel):
         weight: Any = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None)
+        return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None, self._cap)
+
+    @property
+    def _cap(self) -> float | None:
+        """Cap of the logits of states after `_at_temperature`."""
+        return None if self.logits_cap is None else self.logits_cap / self.temperature
 
     def _own_output_layer(self, depth: int) -> ColumnParallelLinear | None:
         """Return the own output layer of the head that drafts token number `depth` (from 0); None without one."""
@@ -756,7 +769,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
         own = self._own_output_layer(depth)
         if own is not None:
             weight: Any = own.weight
-            return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1), weight, None)
+            return OutputMatrix(
+                lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1), weight, None, self._cap
+            )
         whole = self.trunk_output_matrix()
         if self.detached_heads:
             whole = whole.detached(self.pg_collection.tp)
@@ -771,7 +786,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
             return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
 
-        return OutputMatrix(logits, weight_VH, rows_V + group.rank() * len(whole.weight_VH))
+        return OutputMatrix(logits, weight_VH, rows_V + group.rank() * len(whole.weight_VH), self._cap)
 
     # Construction
 
@@ -836,14 +851,20 @@ class OutputMatrix:
     """The output layer, or its rows for a draft vocabulary.
 
     Attributes:
-        logits: computes logits [N, V] from states [N, H].
+        product: computes logits [N, V] without the cap from states [N, H].
         weight_VH: the matrix.
         tokens_V: the token of each row; None if the rows are this rank's part of the whole vocabulary.
+        cap: as for `capped`.
     """
 
-    logits: Callable[[torch.Tensor], torch.Tensor]
+    product: Callable[[torch.Tensor], torch.Tensor]
     weight_VH: torch.Tensor
     tokens_V: torch.Tensor | None
+    cap: float | None
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, V] of states [N, H]."""
+        return capped(self.product(hidden_NH), self.cap)
 
     def detached(self, group: Any) -> "OutputMatrix":
         """Return the same layer with a matrix that gets no gradient.
@@ -856,7 +877,7 @@ class OutputMatrix:
         def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
             return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
 
-        return replace(self, logits=logits, weight_VH=weight_VH)
+        return replace(self, product=logits, weight_VH=weight_VH)
 
 
 class _ZeroGradient(torch.autograd.Function):

@@ -31,6 +31,7 @@ from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import MTP, MTP_FEATURES
 from swiftlite.families import dflash, eagle3
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
+from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts, Mlp
@@ -44,6 +45,7 @@ from swiftlite.model.dflash import DFlashLayer
 from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
 from swiftlite.model.layers.deepstack import DeepstackLayer
+from swiftlite.model.layers.experts_and_mlp import ExpertsAndMLP, NormedRouter
 from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
 from swiftlite.model.layers.norm import DeferredRMSNorm, FusedRMSNorm, SharedNorm
@@ -79,6 +81,8 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
         "sizes": {name: attention.mcore_config()[name] for name in attention.layer_arguments},
         "query_size": attention.head_dim,
         "value_scale": attention.value_scale,
+        "keys_are_values": attention.keys_are_values,
+        "value_norm": attention.value_norm,
         "is_rotary": attention.rotary > 0,
         "rope_interleave": attention.rope_interleave,
     }
@@ -147,6 +151,13 @@ def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=module, submodules=_gated(modules, mlp.activation, mlp.limit))
 
 
+def _experts_and_mlp(both: ExpertsAndMlp, modules: Modules) -> ModuleSpec:
+    spec: Any = _mixture(both.mixture, modules)
+    spec.submodules.router = NormedRouter
+    params = {"dense": _mlp(both.dense, modules), "norm": modules.norm}
+    return ModuleSpec(module=ExpertsAndMLP, params=params, submodules=spec.submodules)
+
+
 def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
     """Return the spec of a mixture of experts: a router, one MLP per expert, and one MLP for all shared experts.
 
@@ -177,7 +188,11 @@ ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     LatentAttention: _latent,
     GatedDeltaNetSizes: _gated_delta_net,
 }
-MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {Mlp: _mlp, MixtureOfExperts: _mixture}
+MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
+    Mlp: _mlp,
+    MixtureOfExperts: _mixture,
+    ExpertsAndMlp: _experts_and_mlp,
+}
 
 
 # Constructors of the modules of all kinds of towers (`families/tower.py`). A module maps the items of a micro-batch by
@@ -210,7 +225,7 @@ def decoder_layer_spec(
         add_residual = scaled_residual(layer.residual_multiplier)
     params: dict[str, Any] = {}
     if layer.has_output_norms:
-        layer_class, params = OutputNormsLayer, {"norm": modules.norm}
+        layer_class, params = OutputNormsLayer, {"norm": modules.norm, "has_scalar": layer.has_scalar}
     norm = modules.norm if layer.has_input_norms else IdentityOp
     if norm is FusedRMSNorm and not layer.has_output_norms and layer.residual_multiplier == 1:
         norm = ResidualRMSNorm
@@ -222,7 +237,7 @@ def decoder_layer_spec(
             self_attention=attention_spec(layer.attention, modules),
             # Functions as in megatron-core's specs, although the annotation requires a class.
             self_attn_bda=add_residual,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=IdentityOp if layer.mlp.norms_input else norm,
             mlp=MLP_SPECS[type(layer.mlp)](layer.mlp, modules),
             mlp_bda=add_residual,  # pyright: ignore[reportArgumentType]
             sharded_state_dict_keys_map=names,

@@ -25,6 +25,7 @@ from tests.messages import has_line, mentions, naming
 from tests.tiers import once
 from tests.tiny import (
     NEXT_LAYER_HEADS,
+    VISUAL_PREFIX,
     WITH_SHARED_NORM,
     WRAPPED,
     carried_tensors,
@@ -418,7 +419,7 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     prefixes = behind if behind_the_trunk else ("mtp.", "model.mtp_", "model.mtp.")
     assert set(report.dropped) == {key for key in per_expert(original) if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")
-    left = (*prefixes, "model.visual.", "visual.", "vision_tower.", "vision_model.")
+    left = (*prefixes, *VISUAL_PREFIX.values())
     trunk = {key: tensor for key, tensor in original.items() if not key.startswith(left)}
     assert_same_tensors(read_all(tmp_path / "out"), trunk)
 

@@ -144,21 +144,27 @@ def test_answers_and_counts_of_new_heads(trained, family, num_tokens):
             assert float((other - expected).abs().max()) > 1000 * LOGIT_TOLERANCE, without
 
 
+GEMMA = {"gemma3": ("gemma-3-27b-it", "image_token_index"), "gemma4": ("gemma-4-26B-A4B-it", "image_token_id")}
+"""Published models, and their keys for the placeholder of an image."""
+
+
 @pytest.mark.slow
-def test_counts_of_gemma_3_with_its_tower(tmp_path):
+@pytest.mark.parametrize("family", GEMMA)
+def test_counts_of_gemma_with_its_tower(tmp_path, family):
     """The tower is not loaded without images, but vLLM reads its config."""
+    model, placeholder = GEMMA[family]
     hf_dir, path = tmp_path / "model", tmp_path / "model" / "config.json"
-    prompts = write_trained(hf_dir, "gemma3", 1)
-    published = library.content("gemma-3-27b-it")
-    config = json.loads(path.read_text()) | {"vision_config": published["vision_config"], "image_token_index": 127}
+    prompts = write_trained(hf_dir, family, 1)
+    vision = library.content(model)["vision_config"]
+    config = json.loads(path.read_text()) | {"vision_config": vision, placeholder: 127}
     path.write_text(json.dumps(config))
     tensors = load_file(hf_dir / "model.safetensors")
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in carried_tensors("gemma3")}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in carried_tensors(family)}
     tensors |= {name: torch.zeros(tensor.shape) for name, tensor in library.copied_tower(config).items()}
     save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
     (served,) = results_of([partial(serve, hf_dir, prompts, NEW_TOKENS, 2)])
-    assert served.draft == convention("vllm", "gemma3").draft
-    expected, counts = Reference.load(hf_dir, "gemma3", 1).simulate(prompts, NEW_TOKENS, 2)
+    assert served.draft == convention("vllm", family).draft
+    expected, counts = Reference.load(hf_dir, family, 1).simulate(prompts, NEW_TOKENS, 2)
     assert (served.token_ids, as_counts(served.counts)) == (expected, counts)
     assert counts.accepted_per_position[-1] > 0
 

@@ -25,6 +25,7 @@ from tests.tiny import (
     DSA,
     HEADS_WITH_COPIES,
     KIND_OF_HEADS,
+    STACKED_TRUNK,
     WINDOWED_HEADS,
     WITH_OWN_OUTPUT,
     embedded,
@@ -100,6 +101,7 @@ class Reference(nn.Module):
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
             head["block"] = layer_class(config, layer_idx=number)
+            head["block"].self_attn.store_full_length_kv = False  # of Gemma 4, for layers that share keys
             if family in WITH_OWN_OUTPUT:
                 head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
                 head["output"].weight.data.copy_(mtp_tensors[output_name(block)])
@@ -122,7 +124,7 @@ class Reference(nn.Module):
         tensors |= {memory_name(family, name): tensor for name, tensor in tensors.items()}  # heads are read by both
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
         trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
-        if family == "qwen3_vl_moe":
+        if family in STACKED_TRUNK:
             tensors = per_expert(tensors)
         missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)
         assert set(missing) <= {"lm_head.weight"}
@@ -392,7 +394,7 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return tensors
     if any(name.endswith("moe.gate_proj.weight") for name in tensors):
         return _stacks_of_gate_and_up(tensors)
-    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in f".{name}"}
     for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
         count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
 

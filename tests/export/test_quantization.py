@@ -101,7 +101,7 @@ def test_nvfp4_has_one_global_scale_per_merged_matrix(mesh, tmp_path, family):
             assert torch.equal(checkpoint.read(f"{module}.weight").to(numbers.dtype), numbers)
 
 
-STACKED = ("gpt_oss", "qwen3_vl_moe", *STEP)
+STACKED = ("gemma4", "gpt_oss", "qwen3_vl_moe", *STEP)
 """Families whose files have the matrices of all experts in one tensor."""
 QUANTIZED = [family for family in FAMILIES if family not in STACKED]
 

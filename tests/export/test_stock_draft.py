@@ -168,6 +168,8 @@ REASONS = {
     "exaone4": "outputs",
     "gemma3": "outputs",
     "gemma3_text": "outputs",
+    "gemma4": "experts",
+    "gemma4_text": "outputs",
     "olmo2": "outputs",
     "olmo3": "outputs",
     "qwen2_moe": "experts",

@@ -17,12 +17,14 @@ from tests.messages import mentions, naming
 from tests.tiny import (
     CLASSES,
     DSA,
+    GEMMA4,
     HYBRID,
     LATENT,
     OWN_SIZES,
     STEP,
     WINDOWED,
     alternating,
+    gemma4_as_published,
     hub_name,
     lists_of_step,
     make_tiny_model,
@@ -76,6 +78,7 @@ READ = {
 }
 # transformers' Qwen2 has no field of biases, which it always has.
 OF_DEEPSEEK = {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"}
+OF_GEMMA4_MIXTURE = {"enable_moe_block", "moe_intermediate_size", "num_experts", "top_k_experts"}
 OWN_NEUTRAL = {
     "llama": {"attention_bias", "mlp_bias"},
     "qwen2_moe": {"qkv_bias"},
@@ -90,6 +93,16 @@ OWN_NEUTRAL = {
         "_sliding_window_pattern",  # of layer_types, which files of transformers 5 have too
         "hidden_activation",
         "use_bidirectional_attention",
+    },
+    "gemma4_text": {
+        *OF_GEMMA4_MIXTURE,
+        "attention_bias",
+        "hidden_activation",
+        "hidden_size_per_layer_input",
+        "num_kv_shared_layers",
+        "use_bidirectional_attention",
+        "use_double_wide_mlp",
+        "vocab_size_per_layer_input",  # only with hidden_size_per_layer_input
     },
     "deepseek_v3": OF_DEEPSEEK,
     "kimi_k2": OF_DEEPSEEK,
@@ -192,6 +205,13 @@ OWN_READ = {
     },
     "exaone4": {"sliding_window", "sliding_window_pattern"},
     "gemma3_text": {"query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"},
+    "gemma4_text": {
+        "attention_k_eq_v",
+        "final_logit_softcapping",
+        "global_head_dim",
+        "num_global_key_value_heads",
+        "sliding_window",
+    },
     "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), OF_QWEN_MIXTURE | {"num_local_experts"}),
     "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
@@ -257,11 +277,14 @@ OWN_READ = {
         "swiglu_limits_shared",
     },
 }
-for _wrapper, _text in {"exaone4_5": "exaone4", "gemma3": "gemma3_text", "step3p7": "step3p5"}.items():
+OF_WRAPPERS = {"exaone4_5": "exaone4", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "step3p7": "step3p5"}
+for _wrapper, _text in OF_WRAPPERS.items():
     OWN_NEUTRAL[_wrapper], OWN_READ[_wrapper] = OWN_NEUTRAL[_text], OWN_READ[_text]
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
-MOE = sorted(family for family, keys in OWN_READ.items() if keys & {"moe_k", "moe_top_k", "num_experts_per_tok"})
-TOPK = {"ernie4_5_moe": "moe_k", **dict.fromkeys(STEP, "moe_top_k")}
+OWN_READ["gemma4"] = OWN_READ["gemma4_text"] | OF_GEMMA4_MIXTURE
+KEYS_OF_TOPK = {"moe_k", "moe_top_k", "num_experts_per_tok", "top_k_experts"}
+MOE = sorted(family for family, keys in OWN_READ.items() if keys & KEYS_OF_TOPK)
+TOPK = {"ernie4_5_moe": "moe_k", "gemma4": "top_k_experts", **dict.fromkeys(STEP, "moe_top_k")}
 """Keys for the number of experts per token, if it is not num_experts_per_tok."""
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
@@ -320,8 +343,15 @@ OWN_CONFIG["gemma3_text"] = {
     "qk_layernorm": True,
     "softmax_scale": 48**-0.5,
 }
+OWN_CONFIG["gemma4_text"] = {
+    "activation_func": "gelu_pytorch_tanh",
+    "hetereogenous_dist_checkpoint": True,
+    "qk_layernorm": True,
+    "softmax_scale": 1.0,
+}
 OWN_CONFIG["exaone4_5"] = OWN_CONFIG["exaone4"]
 OWN_CONFIG["gemma3"] = OWN_CONFIG["gemma3_text"]
+OWN_CONFIG["gemma4"] = {key: value for key, value in OWN_CONFIG["gemma4_text"].items() if not key.startswith("het")}
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
 OWN_CONFIG["step3p7"] = OWN_CONFIG["step3p5"]
@@ -351,7 +381,7 @@ def written_config(family: str) -> dict[str, Any]:
     written = config.to_dict() | {"model_type": family}
     if family in STEP:
         written = step_as_published(written, 0)
-    return written
+    return gemma4_as_published(written) if family in GEMMA4 else written
 
 
 def mcore_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -377,6 +407,8 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if family in STEP:
         config = step_as_published(config, 2)
+    if family in GEMMA4:
+        config = gemma4_as_published(config)
     rows = families.FAMILIES[family].rows(config, 0)
     assert {key: shape for row in rows for key, shape in row.hf.items()} == shapes
     assert len([key for row in rows for key in row.hf]) == len(shapes)
@@ -723,6 +755,26 @@ REFUSED = [
     ("gemma3_text", "layer_types", ["full_attention", "linear_attention"]),
     ("gemma3_text", "layer_types", ["unknown", "full_attention"]),
     ("gemma3_text", "rope_parameters", {"full_attention": "x", "sliding_attention": 5}),
+    ("gemma4_text", "layer_types", ["sliding_attention", "sliding_attention"]),
+    ("gemma4_text", "layer_types", ["full_attention", "sliding_attention"]),
+    ("gemma4_text", "rope_parameters", {"rope_type": "proportional", "rope_theta": 1e4}),
+    ("gemma4_text", "rope_parameters", {"sliding_attention": {"partial_rotary_factor": 0.25}}),
+    *[("gemma4_text", key, None) for key in ("global_head_dim", "head_dim", "num_key_value_heads", "sliding_window")],
+    ("gemma4_text", "attention_bias", True),
+    ("gemma4_text", "attn_logit_softcapping", 50.0),
+    ("gemma4", "enable_moe_block", False),
+    ("gemma4", "num_experts", None),
+    ("gemma4", "top_k_experts", 1),
+    ("gemma4_text", "final_logit_softcapping", 0),
+    ("gemma4_text", "hidden_activation", "gelu"),
+    ("gemma4_text", "hidden_size_per_layer_input", 256),
+    ("gemma4_text", "num_global_key_value_heads", 3),
+    ("gemma4_text", "num_kv_shared_layers", 1),
+    ("gemma4_text", "per_layer_config", {}),
+    ("gemma4_text", "per_layer_config", {"0": {"head_dim": 8}, "1": {"head_dim": 64}}),
+    ("gemma4_text", "per_layer_config", {"1": {"head_dim": 64, "sliding_window": 4}}),
+    ("gemma4_text", "use_bidirectional_attention", "all"),
+    ("gemma4_text", "use_double_wide_mlp", True),
     ("exaone4", "attention_bias", True),
     ("exaone4", "bias", True),
     ("exaone4", "mlp_bias", True),
@@ -909,7 +961,9 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
     [
         family
         for family in MOE
-        if not family.startswith(("ernie", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p"))
+        if not family.startswith(
+            ("ernie", "gemma4", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p")
+        )
     ],
 )
 def test_one_expert_per_token(family):
@@ -995,6 +1049,20 @@ def test_which_layers_of_exaone4_have_windows_and_rotary_embeddings():
     assert kinds(sliding_window=None, layer_types=["full_attention"] * 5) == [rotary] * 5
     with pytest.raises(UserError, match=naming("layer_types sliding_window_pattern LLG")):
         kinds(sliding_window_pattern="LLG", layer_types=None)  # transformers cannot read it
+
+
+def test_sizes_of_heads_of_gemma4():
+    """transformers 5.19 writes `per_layer_config` instead of the keys of published files."""
+
+    def sizes(config: dict[str, Any]) -> list[tuple[int, int, bool]]:
+        kinds: list[Any] = [layer.attention for layer in families.get(config).architecture(config).layers]
+        return [(kind.head_dim, kind.groups, kind.keys_are_values) for kind in kinds]
+
+    written = CLASSES["gemma4"][0](**OWN_SIZES["gemma4_text"], num_hidden_layers=6, num_attention_heads=8, head_dim=16)
+    for config in (written.to_dict(), gemma4_as_published(written.to_dict())):
+        assert sizes(config) == [(16, 4, False)] * 5 + [(64, 2, True)]
+    config = gemma4_as_published(written.to_dict()) | {"attention_k_eq_v": False}
+    assert sizes(config)[-1] == (64, 4, False)
 
 
 def test_exaone4_states_whether_it_has_windows():

@@ -31,24 +31,29 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "heads", "tied"), pairwise(get_args(MtpLoss), [*HEADS], [False, True]))
-def test_losses_and_gradients_are_those_from_all_logits(kind, heads, tied, tmp_path, mesh, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "heads", "tied", "cap"), pairwise(get_args(MtpLoss), [*HEADS], [False, True], [None, 3.0])
+)
+def test_losses_and_gradients_are_those_from_all_logits(kind, heads, tied, cap, tmp_path, mesh, monkeypatch):
     """In chunks, the weights of the targets are known in the backward or in the forward pass.
 
-    With a draft vocabulary, heads are trained with a distance and under a frozen trunk.
+    With a draft vocabulary, heads are trained with a distance and under a frozen trunk. Logits with a cap are divided
+    by a temperature, after the cap.
     """
     is_frozen = heads == "draft vocabulary"
     if is_frozen and kind == "ce":
         pytest.skip("cross-entropy knows no draft vocabulary")
     monkeypatch.setattr(chunked_loss, "CHUNK", 4)  # of some 20 positions
-    directory = make_tiny_hf(tmp_path, "qwen3", depth=HEADS[heads].layers, tied=tied)
+    options = {} if cap is None else {"family": "gemma4_text", "final_logit_softcapping": cap}
+    directory = make_tiny_hf(tmp_path, depth=HEADS[heads].layers, tied=tied, **options)
+    temperature = 1.0 if cap is None else 0.7
     batch = make_batch(2, packed=True)
     tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
     shares = torch.rand(labels.shape)  # of each target in the sum
     results = []
     for in_chunks, are_known in ((False, False), (True, False), (True, True)):
         model = load_megatron(directory, mesh, torch.float32, mtp_loss=kind, freeze_trunk=is_frozen, heads=HEADS[heads])
-        model.loss_in_chunks = in_chunks
+        model.loss_in_chunks, model.temperature = in_chunks, temperature
         found: Any = model(
             ModelInputs(
                 tokens[0], positions, mtp_input_ids=tokens[1:], packed_seq_params=describe_packed(batch.cu_seqlens)

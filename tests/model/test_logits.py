@@ -20,6 +20,7 @@ from tests.tiers import once, pairwise
 from tests.tiny import (
     CLASSES,
     DSA,
+    GEMMA4,
     HYBRID,
     KIND_OF_HEADS,
     LATENT,
@@ -62,6 +63,7 @@ ROPES = {
 
 MOE = (
     "ernie4_5_moe",
+    "gemma4",
     "gpt_oss",
     "mimo_v2_flash",
     "minimax_m2",
@@ -150,7 +152,9 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
             parameters["rope_theta"] = 500_000.0
         if family in STEP:
             parameters["partial_rotary_factor"] = 0.5
-        base = 1e3 if family == "gemma3_text" else 500_000.0
+        if family in GEMMA4:
+            parameters |= {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        base = 500_000.0 if family in ("olmo3", *STEP) else 1e3
         parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
@@ -228,16 +232,18 @@ def head_logits(
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
-def test_losses_of_logits_that_are_divided(tmp_path, mesh, in_chunks):
-    directory = make_tiny_hf(tmp_path, "granite", depth=1)
+@pytest.mark.parametrize("family", ["granite", "gemma4_text"])
+def test_losses_of_logits_that_are_divided_or_capped(tmp_path, mesh, family, in_chunks):
+    temperature = 0.7
+    directory = make_tiny_hf(tmp_path, family, depth=1)
     model = load_megatron(directory, mesh, torch.float32)
-    model.loss_in_chunks = in_chunks
+    model.loss_in_chunks, model.temperature = in_chunks, temperature
     input_ids, position_ids = ids_and_positions(20)
     with torch.no_grad():
         logits = model(ModelInputs(input_ids, position_ids))
         losses = model(ModelInputs(input_ids, position_ids), Target(input_ids, mtp_labels=[input_ids]))
     for found, expected in ((losses.main, logits.main), (losses.mtp[0], logits.mtp[0])):
-        own = F.cross_entropy(expected.flatten(0, 1), input_ids.flatten(), reduction="none").view(2, 20)
+        own = F.cross_entropy(expected.flatten(0, 1) / temperature, input_ids.flatten(), reduction="none").view(2, 20)
         torch.testing.assert_close(found.loss_BS, own, rtol=1e-5, atol=1e-5)  # rounding of losses up to 20
 
 
@@ -275,8 +281,10 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
         config = deepcopy(config)
         config.layer_types[number], config.mlp_layer_types[number] = KIND_OF_HEADS[family], "dense"
     layer = type(hf.model.layers[number])(config, layer_idx=number).to(hf.dtype)
-    for buffer in layer.buffers():
-        buffer.data = buffer.data.float()  # as from_pretrained leaves a router's bias
+    for name, buffer in layer.named_buffers():
+        if name.endswith("bias"):
+            buffer.data = buffer.data.float()  # as from_pretrained leaves that of a router
+    layer.self_attn.store_full_length_kv = False  # of Gemma 4, for layers that share keys
     prefix = len(block)
     inner = {memory_name(family, key[prefix:]): t for key, t in tensors.items() if key.startswith(block)}
     layer.load_state_dict(stacked(inner, layer))

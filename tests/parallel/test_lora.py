@@ -36,6 +36,7 @@ LAYOUTS: dict[tuple[str, str], list[str]] = {
     ("phi3", "lora"): ["TP2+SP"],  # one adapter for gate and up
     ("phi3", "dora"): ["TP2+SP"],
     ("gemma3_text", "lora"): ["TP2+SP"],  # norms of outputs
+    ("gemma4", "lora"): ["EP2xTP2", "CP2+distopt"],  # keys as values, experts next to an MLP
     ("qwen2_moe", "lora"): ["EP2xTP2", "CP2+distopt"],  # biases, a gated shared expert
     ("ernie4_5_moe", "lora"): ["EP2xTP2"],  # heads that share the final norm, dense heads of a mixture
     ("minimax_m2", "lora"): ["EP2xTP2", "CP2+distopt"],  # experts with other names, norms of all queries and keys

@@ -75,6 +75,11 @@ def dense_cases() -> Iterator[Case]:
     # The layers of Gemma 3 share cosines and sines of two rotary embeddings, and masks, which are not estimated.
     sizes = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
     yield config("gemma3_text", **sizes, tie_word_embeddings=True), Setup(**ONE_HEAD, parameter_bytes=2)
+    # In Gemma 4, values have norms, keys of some layers are values, and logits have a cap.
+    sizes = OWN_SIZES["gemma4_text"] | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    for size in (2, 4):
+        setup = Setup(**ONE_HEAD | {"max_length": 96}, parameter_bytes=size)
+        yield config("gemma4_text", **sizes, tie_word_embeddings=True), setup
     # OLMo 2 has one norm each for all queries and all keys, and EXAONE 4 has layers without rotary embeddings.
     yield config("olmo2"), Setup(**ONE_HEAD, parameter_bytes=4)
     yield config("exaone4", sliding_window=16, sliding_window_pattern=2), Setup(**ONE_HEAD)
@@ -109,6 +114,10 @@ def expert_cases() -> Iterator[Case]:
         size = 4 if family in ("ernie4_5_moe", "minimax_m2") else 2
         hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
         yield hf_config, Setup(micro_batch_size=2, max_length=256, heads=Heads(1), parameter_bytes=size)
+    # Experts next to an MLP.
+    sizes = OWN_SIZES["gemma4"] | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_experts": 8}
+    for size in (2, 4):
+        yield config("gemma4_text", **sizes), Setup(max_length=256, heads=Heads(1), parameter_bytes=size)
 
 
 def window_cases() -> Iterator[Case]:

@@ -33,6 +33,7 @@ CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("qwen3_next", 1, False): ("EP2xTP2", "EP2xTP2+shared overlap", "CP2"),
     ("hy_v3", 1, False): ("PP2",),
     ("gemma3_text", 1, True): ("TP2+SP",),
+    ("gemma4", 1, True): ("EP2xTP2", "PP2"),
     ("olmo2", 1, False): ("TP2+SP",),
 }
 LAYOUTS = [(model, name) for model, names in CHOSEN.items() for name in names]

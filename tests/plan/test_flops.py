@@ -21,6 +21,8 @@ CASES = {
     | {"num_hidden_layers": 3}
     | mimo_v2_flash(CONFIGS["mimo_v2_flash"] | {"num_hidden_layers": 3}),
     "step3p5": step3p5(DENSE | {"num_hidden_layers": 3}) | {"model_type": "step3p5"},
+    "gemma4_text": CONFIGS["gemma4_text"]
+    | {"num_hidden_layers": 3, "layer_types": ["full_attention", *alternating(2)]},
     "olmo3": CONFIGS["olmo3"] | {"num_hidden_layers": 3, "layer_types": alternating(3)},
     "deepseek_v3, whole queries": CONFIGS["deepseek_v3"] | {"num_hidden_layers": 3, "q_lora_rank": None},
 }

@@ -19,7 +19,7 @@ from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.cost.stage_memory import ModelOnRank
 from swiftlite.plan.cost.suggestion import suggest
-from tests.tiny import DSA, HYBRID, NEVER_TIED, WRAPPED, mimo_v2_flash, step3p5
+from tests.tiny import DSA, HYBRID, NEVER_TIED, WRAPPED, alternating, mimo_v2_flash, step3p5
 from tests.tiny import LATENT as LATENT_FAMILIES
 
 DENSE: dict[str, Any] = {
@@ -53,6 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 32,
         "pad_token_id": None,
     },
+    "gemma4_text": DENSE | dict(FAMILIES["gemma4_text"].tiny, pad_token_id=None) | {"layer_types": alternating(8)},
     "gpt_oss": DENSE
     | {
         "num_local_experts": 8,
@@ -143,7 +144,9 @@ def test_parameters_are_those_of_transformers(family, tied):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model({"mimo": "qwen2"}.get(family, family), **own))
     # The expert bias of a router is a buffer in megatron-core. In transformers it is a buffer or not trained.
-    assert total(config) == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    counted = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    counted += [buffer.numel() for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    assert total(config) == sum(counted)
 
 
 def test_deepseek_v3_itself():

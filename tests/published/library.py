@@ -21,11 +21,13 @@ from tests.tiny import (
     COPIED_TOWER,
     DSA,
     HEADS_WITH_COPIES,
+    STACKED_TRUNK,
     VISION_TOWERS,
     VISUAL_PREFIX,
     WITH_OWN_OUTPUT,
     WRAPPED,
     as_in_files,
+    head_in_files,
     head_layer,
     head_name,
     hub_name,
@@ -46,6 +48,8 @@ _OTHER_SETTINGS = (  # rotary scaling, windows, tied embeddings, storage formats
     "Qwen3-30B-A3B-FP8",
     "Qwen3.5-35B-A3B",
     "Step-3.5-Flash-FP8",
+    "gemma-4-26B-A4B-it",
+    "gemma-4-31B-it-transformers5",
 )
 CHOSEN = (*_ONE_OF_EACH.values(), *_OTHER_SETTINGS)
 """Models for which CI computes numbers: one of each family, and those with further settings."""
@@ -66,7 +70,7 @@ HEADS = {
 }
 """Families that are published with MTP heads, here with one. The config.json of MiMo-V2-Flash declares none of its
 three."""
-VISION_LANGUAGE = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+VISION_LANGUAGE = {"gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 """Families whose language model transformers has only together with the vision tower."""
 ZERO_CENTERED = {"gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5"}
 """Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
@@ -209,11 +213,13 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
             attention = trunk.model.layers[1].self_attn.state_dict(prefix="self_attn.")
             others = {name: tensor for name, tensor in block_state.items() if not name.startswith("self_attn.")}
             block_state = {head_name(kind, name): tensor for name, tensor in (attention | others).items()}
+        if kind in STACKED_TRUNK:
+            block_state = head_in_files(kind, block_state)
         inner = _named(kind, block_state, stacked=STACKED.get(model) == "all")
         shapes |= {block + name: shape for name, shape in inner.items()}
         if kind in WITH_OWN_OUTPUT:
             shapes[output_name(block)] = (config.vocab_size, hidden)
-    if kind in COPIED_TOWER:
+    if kind in (*COPIED_TOWER, "gemma4"):
         shapes |= {name: tuple(tensor.shape) for name, tensor in copied_tower(raw).items()}
     elif kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
@@ -228,6 +234,12 @@ def copied_tower(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of the tower and its projector, by their names in files."""
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
+    if raw["model_type"] == "gemma4":
+        return {
+            name: tensor
+            for name, tensor in whole.state_dict().items()
+            if not name.startswith(("model.language_model.", "lm_head."))
+        }
     held = {name.removeprefix("model."): tensor for name, tensor in whole.state_dict().items()}
     if raw["model_type"] == "gemma3":
         held = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in held.items()}
@@ -250,7 +262,7 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return random numbers that keep states at about the same size from layer to layer."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{model}/{name}".encode()))
     drawn = torch.randn(shape, generator=generator)
-    if "norm" in name:
+    if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
         is_added_to_1 = family(model) in ZERO_CENTERED and "linear_attn" not in name
         drawn = 0.2 * drawn + (0.0 if is_added_to_1 else 1.0)
     elif len(shape) == 1:  # biases, and what linear attention forgets by

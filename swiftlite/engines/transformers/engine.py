@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts, SourceCounts
 from swiftlite.base.errors import UserError
-from swiftlite.bridge.encoding.expert_stack import stack_as_in_files
+from swiftlite.bridge.encoding.expert_stack import stack, stack_as_in_files, stack_name
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
@@ -44,7 +44,7 @@ from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.transformers.drafters import GENERATORS, load_drafter
 from swiftlite.engines.transformers.image_inputs import ImageInputs
-from swiftlite.engines.transformers.mtp_heads import DividedOutput, DraftOutput, MtpCandidateGenerator
+from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, ScaledOutput
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
 from swiftlite.engines.transformers.verification import processed, verify, verify_greedily, warpers
 from swiftlite.families.drafters import SERVED
@@ -90,14 +90,14 @@ class TransformersEngine:
         outside = model.family.outside(model.config)
         self._embedding_multiplier = 1.0 if outside.multiplies_in_embedding else outside.embedding_multiplier
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
-        if outside.logits_divisor != 1:
-            self._output_layer = DividedOutput(self._output_layer, outside.logits_divisor)
+        if outside.logits_divisor != 1 or outside.logits_cap is not None:
+            self._output_layer = ScaledOutput(self._output_layer, outside)
         self._vision_model: Any = None
         if self._config.max_images:
             self._vision_model = trunk.base_model
         self._draft_output: Any = self._output_layer
         if model.heads.draft_vocab:
-            self._draft_output = DraftOutput(self._output_layer, model.heads.draft_vocab, outside.logits_divisor)
+            self._draft_output = DraftOutput(self._output_layer, model.heads.draft_vocab, outside)
 
     @property
     def bucket_device(self) -> torch.device:
@@ -378,15 +378,17 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
     size, such as DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows (integrations/finegrained_fp8.py).
     """
     family, hf_config = model.family, model.config
-    tensors = {}
+    tensors, parts = {}, {}
     with Checkpoint(model.directory, format_of(hf_config)) as checkpoint:
         for key, entry in checkpoint.entries.items():
             if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
                 continue
             name = text_name(key) if is_wrapped(family) else key
-            tensors[name] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
-            checkpoint.read_into(tensors[name], key, (slice(None),) * len(entry.shape))
-    return stack_as_in_files(tensors)
+            tensor = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
+            checkpoint.read_into(tensor, key, (slice(None),) * len(entry.shape))
+            is_part = stack_name(key) in checkpoint.stored and key not in checkpoint.stored
+            (parts if is_part else tensors)[name] = tensor
+    return stack_as_in_files(tensors) | stack(parts)
 
 
 def _log_probabilities(logits_KV: torch.Tensor, tokens: torch.Tensor) -> list[float]:

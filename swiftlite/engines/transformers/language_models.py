@@ -9,6 +9,8 @@ from transformers import (
     Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
@@ -17,7 +19,15 @@ from transformers import (
 
 from swiftlite.families.resolved import HfModel
 
-_OF_FILES = ("model_type", "architectures", "auto_map", "quantization_config", "text_config", "vision_config")
+_OF_FILES = (
+    "model_type",
+    "architectures",
+    "auto_map",
+    "quantization_config",
+    "text_config",
+    "vision_config",
+    "audio_config",
+)
 """Keys of config.json that do not describe the language model."""
 
 Trunk = tuple[type[PreTrainedModel], PreTrainedConfig]
@@ -36,6 +46,11 @@ def exaone4(model: HfModel) -> Trunk:
 def gemma3(model: HfModel) -> Trunk:
     """Return the class and the config of a trunk with the layers of Gemma 3."""
     return Gemma3ForCausalLM, Gemma3TextConfig(**_settings(model))
+
+
+def gemma4(model: HfModel) -> Trunk:
+    """Return the class and the config of a trunk with the layers of Gemma 4."""
+    return Gemma4ForCausalLM, Gemma4TextConfig(**_settings(model))
 
 
 def mistral(model: HfModel) -> Trunk:

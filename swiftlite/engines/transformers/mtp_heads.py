@@ -29,6 +29,7 @@ from swiftlite.bridge.rows import renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.transformers.image_inputs import ImageInputs
 from swiftlite.engines.transformers.verification import draw
+from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
 
@@ -68,6 +69,7 @@ class MtpHead(nn.Module):
         if mlp != attention:
             self.transformer_layer.mlp = deepcopy(decoder.layers[mlp].mlp)
         self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
+        self.transformer_layer.self_attn.store_full_length_kv = False  # in Gemma 4: no other layer reads its keys
         self.make_mask = create_sliding_window_causal_mask if has_window else create_causal_mask
         self._has_indexer = has_indexer
         if has_indexer:
@@ -99,17 +101,26 @@ class MtpHead(nn.Module):
         return cache
 
 
-class DividedOutput(nn.Module):
-    """An output layer whose logits are divided by a number (`Outside.logits_divisor`)."""
+class ScaledOutput(nn.Module):
+    """An output layer whose logits are divided by a number, and have a cap (`Outside`)."""
 
-    def __init__(self, output_layer: Any, divisor: float):
+    def __init__(self, output_layer: Any, outside: Outside):
         super().__init__()
         self.weight = output_layer.weight
-        self._output_layer, self._divisor = output_layer, divisor
+        self._output_layer, self._outside = output_layer, outside
 
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, V]."""
-        return self._output_layer(hidden_BSH) / self._divisor
+        return scaled(self._output_layer(hidden_BSH), self._outside)
+
+
+def scaled(logits: torch.Tensor, outside: Outside) -> torch.Tensor:
+    """Return the logits of a model from the products of states and rows of the output matrix."""
+    if outside.logits_divisor != 1:
+        logits = logits / outside.logits_divisor
+    if outside.logits_cap is not None:
+        logits = torch.tanh(logits / outside.logits_cap) * outside.logits_cap
+    return logits
 
 
 class DraftOutput(nn.Module):
@@ -118,19 +129,19 @@ class DraftOutput(nn.Module):
     Args:
         output_layer: output layer of the trunk.
         draft_vocab: ids of the tokens that heads can draft.
-        divisor: number by which logits are divided.
+        outside: how logits are divided and capped.
     """
 
-    def __init__(self, output_layer: Any, draft_vocab: Sequence[int], divisor: float = 1.0):
+    def __init__(self, output_layer: Any, draft_vocab: Sequence[int], outside: Outside):
         super().__init__()
-        self._divisor = divisor
+        self._outside = outside
         self._drafted = torch.tensor(draft_vocab, device=output_layer.weight.device)
         self._rows = output_layer.weight.detach()[self._drafted]
         self._vocab_size = len(output_layer.weight)
 
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, V]."""
-        logits = F.linear(hidden_BSH, self._rows) / self._divisor
+        logits = scaled(F.linear(hidden_BSH, self._rows), self._outside)
         whole = logits.new_full((*logits.shape[:-1], self._vocab_size), -torch.inf)
         return whole.index_copy_(-1, self._drafted, logits)
 

@@ -1,8 +1,8 @@
 """Model classes of vLLM for vision-language models with MTP heads, and draft models that run the heads.
 
-Supported are Qwen2.5-VL, Qwen3-VL and Gemma 3. Heads read an image's features in place of the embeddings of its
-placeholders, as in training; those of Gemma 3 are trained without images. These classes are in a separate module from
-`models.py`, because vLLM's classes of vision-language models import torchvision.
+Supported are Qwen2.5-VL, Qwen3-VL, Gemma 3 and Gemma 4. Heads read an image's features in place of the embeddings of
+its placeholders, as in training; those of Gemma 3 and Gemma 4 are trained without images. These classes are in a
+separate module from `models.py`, because vLLM's classes of vision-language models import torchvision.
 
 Shapes: T tokens of all requests of a batch, H hidden size, I features of all images of a batch.
 """
@@ -14,7 +14,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModalEmbeddings
 
 from swiftlite.engines.loading.head_weights import Trunk, Weights
 from swiftlite.engines.loading.plugin_classes import class_of
-from swiftlite.engines.vllm.models import Gemma3MTPModel, MtpDraft, Qwen3MoeMTPModel
+from swiftlite.engines.vllm.models import Gemma3MTPModel, Gemma4MTPModel, MtpDraft, Qwen3MoeMTPModel
 from swiftlite.engines.vllm.plugin import PLUGIN_DRAFTS
 from swiftlite.families.wrapped import text_name
 
@@ -59,8 +59,8 @@ class Qwen3VLMoeMTPModel(ImageDraft, Qwen3MoeMTPModel):
     """MTP draft model for Qwen3-VL with experts."""
 
 
-class Gemma3ImageMTPModel(ImageDraft, Gemma3MTPModel):
-    """MTP draft model for Gemma 3 with a vision tower."""
+class ScaledImageDraft(ImageDraft):
+    """A draft model that multiplies the embeddings of ids, but not the features of images."""
 
     def embed_input_ids(
         self,
@@ -72,6 +72,14 @@ class Gemma3ImageMTPModel(ImageDraft, Gemma3MTPModel):
         """Return the embeddings [T, H] of ids and images, as `ImageDraft` does. Only those of ids are multiplied."""
         features = [part / self.embedding_multiplier for part in multimodal_embeddings or ()]
         return super().embed_input_ids(input_ids, features, is_multimodal=is_multimodal)
+
+
+class Gemma3ImageMTPModel(ScaledImageDraft, Gemma3MTPModel):
+    """MTP draft model for Gemma 3 with a vision tower."""
+
+
+class Gemma4ImageMTPModel(ScaledImageDraft, Gemma4MTPModel):
+    """MTP draft model for Gemma 4 with its towers."""
 
 
 def __getattr__(name: str) -> type:

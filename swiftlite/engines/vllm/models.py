@@ -7,7 +7,7 @@ Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ from vllm.model_executor.models import (
     ernie_mtp,
     exaone4,
     gemma3,
+    gemma4,
     gpt_oss,
     llama,
     minimax_m2,
@@ -254,7 +255,9 @@ class MtpDraft(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_scale = 1.0 / getattr(config, "logits_scaling", 1.0)
-        self.logits_processor = LogitsProcessor(config.vocab_size, scale=self.logits_scale)
+        cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.logits_cap = cap
+        self.logits_processor = LogitsProcessor(config.vocab_size, scale=self.logits_scale, soft_cap=cap)
         self._drafted = torch.tensor(heads_of(config).draft_vocab, dtype=torch.int64)
         self._drafted_rows: torch.Tensor | None = None  # rows of lm_head, which is set to the trunk's after loading
 
@@ -312,6 +315,8 @@ class MtpDraft(nn.Module):
             self._drafted = self._drafted.to(hidden_states.device)
             self._drafted_rows = _rows(self.lm_head, self._drafted)
         logits = F.linear(hidden_states, self._drafted_rows) * self.logits_scale
+        if self.logits_cap is not None:
+            logits = torch.tanh(logits / self.logits_cap) * self.logits_cap
         whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._drafted, logits)
 
@@ -439,6 +444,57 @@ class Gemma3MTPModel(MtpDraft):
         config = deepcopy(self.config)
         config.layer_types = ["full_attention"] * heads_of(config).layers
         return gemma3.Gemma3DecoderLayer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+
+
+class Gemma4Layer(gemma4.Gemma4DecoderLayer):
+    """A layer of Gemma 4 that returns only its output, to which vLLM's layer has already added the residual.
+
+    The factor of the output is a parameter instead of a buffer, because `fill` reads parameters.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        scalar = self.layer_scalar
+        del self.layer_scalar
+        self.layer_scalar = nn.Parameter(scalar, requires_grad=False)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the output [T, H]."""
+        return super().forward(positions, hidden_states, residual=None)[0]
+
+
+class Gemma4MTPModel(Gemma3MTPModel):
+    """MTP draft model for Gemma 4. Its layers see all tokens, like the trunk's layers without a window."""
+
+    norm_class = RMSNorm
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        config = deepcopy(self.config)
+        full = config.per_layer_config[config.layer_types.index("full_attention")]
+        sizes = {"head_dim": full.head_dim, "num_key_value_heads": full.num_key_value_heads}
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+        config.per_layer_config = dict.fromkeys(range(config.num_hidden_layers), sizes)
+        return Gemma4Layer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+
+    def expert_mapping(self) -> ExpertMapping:
+        if self.config.num_experts is None:
+            return []
+        return fused_moe_make_expert_params_mapping(
+            self, "gate_proj", "down_proj", "up_proj", num_experts=self.config.num_experts
+        )
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load the heads from HF tensors. If keys are values, vLLM's layer has them twice."""
+        if self.config.attention_k_eq_v:
+            weights = _keys_as_values(weights)
+        return super().load_weights(weights)
+
+
+def _keys_as_values(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        yield name, tensor
+        if name.startswith("mtp.") and ".k_proj." in name:
+            yield name.replace(".k_proj.", ".v_proj."), tensor
 
 
 class GptOssMTPModel(MtpDraft):

@@ -106,7 +106,7 @@ def _mixture(hf_config: HfConfig) -> MixtureOfExperts:
 def _outside(hf_config: HfConfig) -> Outside:
     outside = dense.outside(hf_config)
     config = {**outside.mcore_config, "activation_func": CLAMPED_SWIGLU, "add_bias_linear": True}
-    return replace(outside, rounds_last=True, mcore_config=config)
+    return replace(outside, norms_round_last=True, rotary_rounds_last=True, mcore_config=config)
 
 
 _CLASSES = PluginClasses("GptOssForCausalLM", trunk="gpt_oss:GptOssForCausalLM")

@@ -22,7 +22,7 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 
 def _outside(hf_config: HfConfig) -> Outside:
-    return replace(dense.outside(hf_config), rounds_last=True)
+    return replace(dense.outside(hf_config), norms_round_last=True, rotary_rounds_last=True)
 
 
 OLMO2 = Family(

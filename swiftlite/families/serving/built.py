@@ -89,7 +89,7 @@ def modules_of(convention: Convention, in_files: HeadModules, hf_config: HfConfi
         members.setdefault(_module_with(projection), []).append(projection)
     modules = []
     for name, parts in members.items():
-        shards = [part for part in parts if ".experts." not in part or ".experts.0." in part]
+        shards = [part for part in parts if ".experts." not in f".{part}" or ".experts.0." in f".{part}"]
         files = tuple(in_files.prefix + part for part in parts)
         whole, *own_shards = (block + renamed(part, convention.renames) for part in (name, *shards))
         modules.append(Module(whole, tuple(own_shards), files, is_plain=name in convention.plain))
@@ -205,7 +205,7 @@ def _are_listed(entries: Sequence[str], module: Module, matching: Matching) -> b
 
 def _module_with(projection: str) -> str:
     """Return the module of engines that computes a projection of the files; both relative to the decoder layer."""
-    experts = re.match(r"(.*\.experts)\.\d+\.", projection)
+    experts = re.match(r"((?:.*\.)?experts)\.\d+\.", projection)
     if experts:
         return experts.group(1)
     parent, _, name = projection.rpartition(".")

@@ -78,7 +78,7 @@ def engine_name(template: str, hf_config: HfConfig, head: int) -> str:
 
 def experts_as_one(names: Iterable[str]) -> list[str]:
     """Return the names with the projections of all experts replaced by the module that contains the experts."""
-    return list(dict.fromkeys(re.sub(r"(\.experts)\.\d+\..*", r"\1", name) for name in names))
+    return list(dict.fromkeys(re.sub(r"((?:^|\.)experts)\.\d+\..*", r"\1", name) for name in names))
 
 
 def _with_latent(names: Iterable[str]) -> list[str]:
@@ -219,10 +219,11 @@ def is_selector(module: str) -> bool:
     """Return whether a module selects or weights experts or attention heads, or belongs to an indexer, which selects
     tokens.
 
-    Except for "g_proj", a gate per attention head, names with "proj" are those of projections.
+    Except for "g_proj", a gate per attention head, and "router.proj", names with "proj" are those of projections.
     """
     parts = module.split(".")
-    return parts[-1] in ("gate", "router", "shared_expert_gate", "g_proj") or "indexer" in parts
+    is_gate = parts[-1] in ("gate", "router", "shared_expert_gate", "g_proj")
+    return is_gate or "indexer" in parts or parts[-2:] == ["router", "proj"]
 
 
 def _added(listed: list[str] | None, entries: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention as McoreSelfAttention
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,6 +31,8 @@ class SelfAttention(McoreSelfAttention):
             `config`. `kv_channels` is V.
         query_size: D. If it differs from V, megatron-core's class computes neither the size of the projection nor
             queries, keys and values.
+        keys_are_values: whether values are keys before their norm, so that the projection has no values of its own.
+        value_norm: whether each head's value is normalized.
         input_size: size of the inputs of queries, keys and values; None: H.
         value_scale: factor of values.
         is_rotary: whether queries and keys have rotary embeddings.
@@ -47,6 +50,8 @@ class SelfAttention(McoreSelfAttention):
         *args: Any,
         sizes: dict[str, int],
         query_size: int,
+        keys_are_values: bool = False,
+        value_norm: bool = False,
         input_size: int | None = None,
         value_scale: float = 1.0,
         is_rotary: bool = True,
@@ -58,12 +63,13 @@ class SelfAttention(McoreSelfAttention):
         config = _with_sizes(config, sizes)
         heads, groups, value_size = (sizes[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
         num_outputs = None
-        if query_size != value_size:
-            num_outputs = heads * query_size + groups * (query_size + value_size)
+        if query_size != value_size or keys_are_values:
+            num_outputs = heads * query_size + groups * (query_size + value_size * (not keys_are_values))
         if num_outputs or input_size:
             submodules = replace(submodules, linear_qkv=_with_channels(submodules.linear_qkv, input_size, num_outputs))
         super().__init__(config, submodules, *args, **kwargs)
         self.query_size, self.value_size, self.value_scale = query_size, value_size, value_scale
+        self.keys_are_values, self.value_norm = keys_are_values, value_norm
         self.linear_gate = None
         if head_gate is not None:
             self.linear_gate = self._gate_projection(head_gate)
@@ -117,11 +123,13 @@ class SelfAttention(McoreSelfAttention):
         if self.linear_gate is not None:
             kwargs["output_gate"] = False
         made: Any
-        if self.query_size == self.value_size:
+        if self.query_size == self.value_size and not self.keys_are_values:
             made = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split by default
         else:
             made = self._query_key_value(hidden_states)
         query, key, *others = made
+        if self.value_norm:
+            others[0] = F.rms_norm(others[0], (self.value_size,), eps=self.config.layernorm_epsilon)
         if self.value_scale != 1:
             others[0] = others[0] * self.value_scale
         if self.linear_gate is not None:
@@ -138,14 +146,18 @@ class SelfAttention(McoreSelfAttention):
         return rotation(self.config, self.rope_interleave)(heads_SBND, rotary_emb)
 
     def _query_key_value(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, V] if D and V differ."""
+        """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, V] if D and V differ, or keys are values."""
         linear_qkv: Any = self.linear_qkv
         mixed, _ = linear_qkv(hidden_SBH)
         num_groups = self.num_query_groups_per_partition
         queries = self.num_attention_heads_per_partition // num_groups * self.query_size
         by_group = mixed.unflatten(-1, (num_groups, -1))
-        query, key, value = by_group.split([queries, self.query_size, self.value_size], dim=-1)
-        return query.flatten(2).unflatten(-1, (-1, self.query_size)), key, value
+        values = [] if self.keys_are_values else [self.value_size]
+        query, key, *own = by_group.split([queries, self.query_size, *values], dim=-1)
+        query, value = query.flatten(2).unflatten(-1, (-1, self.query_size)), own[0] if own else key
+        q_norm: Any = self.q_layernorm
+        k_norm: Any = self.k_layernorm
+        return q_norm(query), k_norm(key), value
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Multiply the attention output x [S, B, N * D] by the sigmoid of the gate, in the model's precision, as in

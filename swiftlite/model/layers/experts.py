@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from swiftlite.model.layers.compiled import compiled
-from swiftlite.model.layers.swiglu import LimitedSwiGLU, unfused
+from swiftlite.model.layers.swiglu import GeGLU, LimitedSwiGLU, unfused
 from swiftlite.model.layers.tensor_parallel import AddsGradients
 from swiftlite.runtime.device import on_device
 
@@ -41,7 +41,7 @@ class SequentialMLP(McoreSequentialMLP):
         self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, *args: Any, **kwargs: Any
     ):
         activation: Any = submodules.activation_func
-        if issubclass(activation, LimitedSwiGLU):
+        if issubclass(activation, LimitedSwiGLU | GeGLU):  # `GroupedMLP` has a fused SwiGLU
             config = unfused(config)
         super().__init__(num_local_experts, config, submodules, *args, **kwargs)
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:

@@ -16,10 +16,13 @@ class OutputNormsLayer(TransformerLayer):
 
     Args:
         norm: class of the norms.
+        has_scalar: whether the output is multiplied by a number of the layer, which is not trained.
         args, kwargs: arguments of megatron-core's class.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, norm: type[nn.Module], **kwargs: Any):
+    def __init__(
+        self, config: TransformerConfig, *args: Any, norm: type[nn.Module], has_scalar: bool = False, **kwargs: Any
+    ):
         super().__init__(config, *args, **kwargs)
         sizes: dict[str, Any] = {
             "config": config,
@@ -31,6 +34,16 @@ class OutputNormsLayer(TransformerLayer):
         # megatron-core calls these functions to add an output to the state.
         self.self_attn_bda = self._add_attention
         self.mlp_bda = self._add_mlp
+        scalar = torch.ones(1, dtype=config.params_dtype) if has_scalar else None
+        self.register_buffer("layer_scalar", scalar)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Run the layer; return its output [S, B, H] and the context, which is unused."""
+        result: tuple[Any, Any] = super().forward(*args, **kwargs)
+        if self.layer_scalar is None:
+            return result
+        hidden_SBH, context = result
+        return hidden_SBH * self.layer_scalar, context
 
     def _add_attention(self, training: bool, fused: bool) -> _Add:
         return lambda output, residual, dropout: residual + self.post_attention_layernorm(output[0])

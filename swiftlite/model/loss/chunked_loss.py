@@ -108,12 +108,14 @@ class TrunkTarget:
     Attributes:
         trunk_NH: states of the trunk, from which the distribution is computed.
         output_VH: the trunk's output matrix, or its rows of the draft vocabulary.
+        cap: as for `capped`.
         overlap_N: filled with the overlap of both distributions; None if it is not requested.
     """
 
     trunk_NH: torch.Tensor
     distance: Distance
     output_VH: torch.Tensor
+    cap: float | None = None
     overlap_N: torch.Tensor | None = None
 
     def loss_(
@@ -124,7 +126,7 @@ class TrunkTarget:
         share_C1: torch.Tensor | None = None,
     ) -> Results:
         """Return the distances [C] of a chunk, as `LabelTarget.loss_`."""
-        trunk_CV = self.trunk_NH[rows] @ self.output_VH.t()
+        trunk_CV = capped(self.trunk_NH[rows] @ self.output_VH.t(), self.cap)
         overlap_C = None
         if self.overlap_N is not None and share_C1 is None:
             overlap_C = self.overlap_N[rows]
@@ -139,11 +141,13 @@ class TeacherTarget:
         teacher_NH: final states of the teacher, whose hidden size H can differ from that of the trained model.
         output_VH: this rank's part of the teacher's output matrix.
         beta: weight of the teacher in the mixture, see `distillation_loss`.
+        cap: as for `capped`.
     """
 
     teacher_NH: torch.Tensor
     output_VH: torch.Tensor
     beta: float
+    cap: float | None = None
 
     @property
     def distance(self) -> Distance:
@@ -157,7 +161,7 @@ class TeacherTarget:
 
     def logits(self, rows: slice) -> torch.Tensor:
         """Return the teacher's logits at some positions."""
-        return self.teacher_NH[rows] @ self.output_VH.t()
+        return capped(self.teacher_NH[rows] @ self.output_VH.t(), self.cap)
 
     def loss_(
         self,
@@ -243,12 +247,25 @@ def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: t
     logits_CV.copy_(gradient_CV)
 
 
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return `cap * tanh(logits / cap)`; without a cap, the logits."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _cap_(logits_CV: torch.Tensor, cap: float) -> torch.Tensor:
+    """Overwrite logits with `capped` logits, and return the derivative [C, V]."""
+    share_CV = torch.tanh(logits_CV.float() / cap)
+    logits_CV.copy_(share_CV * cap)
+    return (1 - share_CV * share_CV).to(logits_CV.dtype)
+
+
 # On a GPU with the whole vocabulary on one rank, all passes over the logits are one kernel, which reads and writes them
 # in the model's precision. If ranks share the vocabulary, passes are separate, because ranks exchange values between
 # them.
 _fused_cross_entropy_ = compiled(_whole_cross_entropy_)
 _fused_distance_ = compiled(_distance_)
 _fused_entropy = compiled(entropy)
+_fused_cap_ = compiled(_cap_)
 
 Target = LabelTarget | EntropyTarget | TrunkTarget | TeacherTarget
 
@@ -262,6 +279,7 @@ def chunked_loss(
     tokens_V: torch.Tensor | None = None,
     share_BS: torch.Tensor | None = None,
     *,
+    cap: float | None = None,
     returns_gradient: bool = True,
 ) -> TokenLoss:
     """Return the result of `token_loss` or `distillation_loss` for the logits `states_NH @ weight_VH.T`.
@@ -273,9 +291,10 @@ def chunked_loss(
         share_BS: weight of each position, if it is known. With it, and if the matrix is trained, only the weighted sum
             `TokenLoss.total` has a gradient. The derivative of the loss with respect to it must be 1: megatron-core's
             schedules do not scale losses in bfloat16 and float32.
+        cap: as for `capped`.
         returns_gradient: whether autograd must receive a gradient of the matrix although it was added to `main_grad`.
     """
-    logits = _Logits(weight_VH, target, sharing(tp_group), tokens_V)
+    logits = _Logits(weight_VH, target, sharing(tp_group), tokens_V, cap)
     entropy_N = target.entropy_N if isinstance(target, LabelTarget) else None
     overlap_N = target.overlap_N if isinstance(target, TrunkTarget) else None
     total = None
@@ -300,6 +319,7 @@ class _Logits:
     target: Target
     group: Group
     tokens_V: torch.Tensor | None
+    cap: float | None
 
     def chunk(
         self, states_NH: torch.Tensor, rows: slice, share_N1: torch.Tensor | None = None
@@ -314,13 +334,19 @@ class _Logits:
         # The kernels read whole rows, in wide loads if they know the distance between rows.
         torch._dynamo.mark_static(logits_CV, 1)
         share_C1 = None if share_N1 is None else share_N1[rows]
+        slope_CV = None
+        if self.cap is not None:
+            slope_CV = _fused_cap_(logits_CV, self.cap)
+        prediction_C = None
         if self.group is not None:
             prediction_C = vocab_parallel_argmax(logits_CV, self.group, self.tokens_V)
-            loss_C, _ = self.target.loss_(logits_CV, rows, self.group, share_C1)
-            return logits_CV, loss_C, prediction_C
-        loss_C, row_C = self.target.loss_(logits_CV, rows, None, share_C1)
-        assert row_C is not None
-        return logits_CV, loss_C, row_C if self.tokens_V is None else self.tokens_V[row_C]
+        loss_C, row_C = self.target.loss_(logits_CV, rows, self.group, share_C1)
+        if slope_CV is not None:
+            logits_CV.mul_(slope_CV)
+        if prediction_C is None:
+            assert row_C is not None
+            prediction_C = row_C if self.tokens_V is None else self.tokens_V[row_C]
+        return logits_CV, loss_C, prediction_C
 
 
 class _WeightedLoss(torch.autograd.Function):

@@ -179,7 +179,7 @@ def rank_of(architecture: Architecture, setup: Setup) -> Rank:
         itemsize=setup.parameter_bytes,
         rows=setup.micro_batch_size,
         length=setup.max_length // layout.context_parallel_size,
-        norms_round_last=architecture.outside.rounds_last
+        norms_round_last=architecture.outside.norms_round_last
         or architecture.outside.mcore_config.get("layernorm_zero_centered_gamma", False),
         is_fused=setup.is_fused,
         copies_views=setup.transformer_impl == "transformer_engine",

@@ -325,16 +325,19 @@ class VirtualStage:
         if rank.is_fused:
             num_tokens = min(rank.tokens, CHUNK)
         num_logits = num_tokens * max(vocabularies, default=0)
-        rounded = 0
+        rounded, is_capped = 0, model.outside.logits_cap is not None
         if rank.itemsize < FLOAT32:
             rounded = num_logits * rank.itemsize
         if rank.is_fused and rounded and rank.tp == 1:
             # The compiled kernel overwrites rounded logits. Without a trained trunk, heads are compared with as many of
-            # the trunk's, unless --mtp_loss is ce.
-            return ForwardPass(tuple(entries), recomputed, passing_logits=(1 + model.is_trunk_frozen) * rounded)
+            # the trunk's, unless --mtp_loss is ce. A cap has a derivative for each logit.
+            number = 1 + model.is_trunk_frozen + is_capped
+            return ForwardPass(tuple(entries), recomputed, passing_logits=number * rounded)
         if rank.is_fused:
-            return ForwardPass(tuple(entries), recomputed, passing_logits=num_logits * FLOAT32 + rounded)
-        logits = rank.tokens * sum(vocabularies) * FLOAT32
+            passing = num_logits * (FLOAT32 + is_capped * rank.itemsize) + rounded
+            return ForwardPass(tuple(entries), recomputed, passing_logits=passing)
+        # With a cap, the logits before the multiplication by the cap are stored as well.
+        logits = rank.tokens * sum(vocabularies) * (FLOAT32 + is_capped * rank.itemsize)
         return ForwardPass(tuple(entries), recomputed, logits=logits, passing_logits=rounded)
 
     def _activations_outside_layers(self) -> list[Activation]:

@@ -47,6 +47,7 @@ class DistantTeacher:
         receivers: ranks of the job that have the trained model's last stage, by place.
         like_state: an empty tensor with the dtype and the device of states [0, H].
         output_VH: this rank's part of the teacher's output matrix on the last stage of the trained model.
+        cap: cap of the teacher's logits, as for `TeacherTarget`.
     """
 
     chunks: Sequence[GPTModel]
@@ -56,6 +57,7 @@ class DistantTeacher:
     receivers: dict[Place, int]
     like_state: torch.Tensor
     output_VH: torch.Tensor
+    cap: float | None
 
     @classmethod
     def open(cls, run: Run, model: HfModel, layout: ParallelLayout) -> "DistantTeacher":
@@ -73,7 +75,8 @@ class DistantTeacher:
         )
         senders, receivers = _last_stage(mesh), _last_stage(run.mesh)
         output_VH = _divide_output(chunks, mesh, run.mesh, (senders, receivers), like, outside.vocab)
-        return cls(chunks, mesh, run.mesh, senders, receivers, like, output_VH)
+        cap = outside.logits_cap and outside.logits_cap / run.plan.temperature
+        return cls(chunks, mesh, run.mesh, senders, receivers, like, output_VH, cap)
 
     @torch.no_grad()
     def states(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -102,7 +105,7 @@ class DistantTeacher:
 
     def target(self, states_NH: torch.Tensor, beta: float) -> TeacherTarget:
         """Return the target of the loss of a micro-batch on the last stage, from its `states`."""
-        return TeacherTarget(on_device(states_NH, self.mesh.device.torch_device), self.output_VH, beta)
+        return TeacherTarget(on_device(states_NH, self.mesh.device.torch_device), self.output_VH, beta, self.cap)
 
 
 def send(tensor: torch.Tensor | None, source: int, target: int, like: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ class Teacher:
     def target(self, states_NH: torch.Tensor, beta: float) -> TeacherTarget:
         """Return the target of the loss of a micro-batch on the last stage, from its `states`."""
         output = self.chunks[-1].trunk_output_matrix()
-        return TeacherTarget(on_device(states_NH, self.mesh.device.torch_device), output.weight_VH.detach(), beta)
+        states_NH = on_device(states_NH, self.mesh.device.torch_device)
+        return TeacherTarget(states_NH, output.weight_VH.detach(), beta, output.cap)
 
 
 @torch.no_grad()

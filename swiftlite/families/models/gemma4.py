@@ -1,0 +1,186 @@
+"""Gemma 4: sliding windows alternate with full attention, which has larger heads, fewer of keys, and another rotary
+embedding.
+
+Values are normalized, and in full attention can be the projected keys. Attention scores have no factor. Norms are also
+behind attention and MLP, and each layer multiplies its output by a number. In 26B-A4B, experts are computed next to the
+MLP. Embeddings are multiplied by the square root of their size. Logits have a cap. MTP heads have full attention.
+
+`gemma4` are the models with towers for images and sound. Per-layer embeddings and shared keys and values, which E2B and
+E4B have, are not supported.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from swiftlite.families import dense, windows
+from swiftlite.families.architecture import Outside
+from swiftlite.families.attention import GroupedQueryAttention
+from swiftlite.families.experts_and_mlp import ExpertsAndMlp
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.serving import vllm
+from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
+from swiftlite.families.wrapped import nested
+
+_BASES: windows.Bases = {windows.WINDOW: (None, 10_000.0), windows.FULL: (None, 1_000_000.0)}
+_ACTIVATION = "gelu_pytorch_tanh"
+_INTERVAL = 6
+_NAMES = {"mlp.gate.": "router.proj.", "mlp.experts.": "experts."}
+# Keys whose defaults in transformers are not derived from other keys, or differ between programs.
+_STATED = ("head_dim", "num_key_value_heads")
+_OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+_OF_E_MODELS = {"hidden_size_per_layer_input": (0, None), "num_kv_shared_layers": (0, None)}
+
+
+def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
+    """Return settings of layers with full attention that differ from those at the top level.
+
+    transformers since 5.19 writes `per_layer_config` instead of the keys of published files.
+    """
+    stated = hf_config.get("per_layer_config")
+    if isinstance(stated, dict):
+        number = windows.layer_types(hf_config, _INTERVAL).index(windows.FULL)
+        return dict(stated.get(str(number)) or {})
+    found = {"head_dim": hf_config.get("global_head_dim")}
+    if hf_config.get("attention_k_eq_v"):
+        found["num_key_value_heads"] = hf_config.get("num_global_key_value_heads")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.missing_numbers(hf_config, _STATED)
+    problems += windows.problems_of(
+        hf_config,
+        _BASES,
+        _INTERVAL,
+        takes_proportional=True,
+        hidden_activation=(_ACTIVATION,),
+        hidden_act=(_ACTIVATION, None),
+        attention_bias=(False, None),
+        attn_logit_softcapping=(None,),
+        use_bidirectional_attention=("vision", None),
+        use_double_wide_mlp=(False, None),
+        **_OF_E_MODELS,
+    )
+    if not problems:
+        problems += _layer_problems(hf_config) + _expert_problems(hf_config)
+    dense.refuse(hf_config, problems)
+
+
+def _layer_problems(hf_config: HfConfig) -> list[str]:
+    kinds = windows.layer_types(hf_config, _INTERVAL)
+    if kinds[-1] != windows.FULL:
+        return [f"layer_types: the last layer is {kinds[-1]!r}; transformers would make it {windows.FULL!r}"]
+    stated, of_full = hf_config.get("per_layer_config"), _of_full_layers(hf_config)
+    full = [str(number) for number, kind in enumerate(kinds) if kind == windows.FULL]
+    if stated is not None and stated != dict.fromkeys(full, of_full):
+        return [f"per_layer_config differs between the layers with {windows.FULL!r}, or has others"]
+    known = {"head_dim", "num_key_value_heads"}
+    if not isinstance(of_full.get("head_dim"), int) or of_full.keys() - known:
+        return [f"global_head_dim, or per_layer_config with only {' and '.join(sorted(known))}, is missing"]
+    heads, groups = hf_config["num_attention_heads"], of_full.get("num_key_value_heads", 1)
+    if not isinstance(groups, int) or groups < 1 or heads % groups:
+        return [f"num_attention_heads {heads} is not a multiple of num_global_key_value_heads {groups}"]
+    return []
+
+
+def _expert_problems(hf_config: HfConfig) -> list[str]:
+    if not hf_config.get("enable_moe_block"):
+        if hf_config.get("num_experts") is not None:  # of which vLLM makes experts
+            return ["num_experts is set, but enable_moe_block is not true"]
+        return []
+    problems = dense.missing_numbers(hf_config, _OF_EXPERTS)
+    if not problems and not 1 < hf_config["top_k_experts"] <= hf_config["num_experts"]:
+        topk, experts = hf_config["top_k_experts"], hf_config["num_experts"]
+        problems.append(f"top_k_experts {topk} is not between 2 and num_experts {experts}")
+    return problems
+
+
+def _attention(hf_config: HfConfig, number: int) -> GroupedQueryAttention:
+    is_full = windows.layer_types(hf_config, _INTERVAL)[number] == windows.FULL
+    own = {**hf_config, **_of_full_layers(hf_config)} if is_full else hf_config
+    attention = windows.attention(own, number, _INTERVAL)
+    return replace(
+        attention,
+        scale=1.0,
+        keys_are_values=is_full and bool(hf_config.get("attention_k_eq_v")),
+        value_norm=True,
+        rope_start=hf_config["head_dim"] if is_full else 0,
+        hf_groups="num_global_key_value_heads" if is_full else "num_key_value_heads",
+    )
+
+
+def _mlp(hf_config: HfConfig) -> Mlp | ExpertsAndMlp:
+    mlp = replace(dense.mlp(hf_config), activation=_ACTIVATION)
+    if not hf_config.get("enable_moe_block"):
+        return mlp
+    mixture = MixtureOfExperts(
+        hidden=hf_config["hidden_size"],
+        experts=hf_config["num_experts"],
+        topk=hf_config["top_k_experts"],
+        ffn=hf_config["moe_intermediate_size"],
+        activation=_ACTIVATION,
+        router={
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": True,
+            "moe_router_dtype": None,
+            "moe_router_load_balancing_type": "aux_loss",
+        },
+    )
+    return ExpertsAndMlp(mlp, mixture)
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    return Layer(
+        _attention(hf_config, number), _mlp(hf_config), hf_names=_NAMES, has_output_norms=True, has_scalar=True
+    )
+
+
+def _outside(hf_config: HfConfig) -> Outside:
+    plain = dense.outside(hf_config)
+    of_full = {**hf_config, **_of_full_layers(hf_config)}
+    return replace(
+        plain,
+        is_tied=hf_config.get("tie_word_embeddings", True),
+        embedding_multiplier=hf_config["hidden_size"] ** 0.5,
+        multiplies_in_embedding=True,
+        logits_cap=hf_config.get("final_logit_softcapping"),
+        norms_round_last=True,
+        ropes=(windows.rope(hf_config, windows.WINDOW, _BASES), windows.rope(of_full, windows.FULL, _BASES)),
+        mcore_config={**plain.mcore_config, "activation_func": _ACTIVATION},
+    )
+
+
+GEMMA4_TEXT = Family(
+    name="gemma4_text",
+    check=_check,
+    layer=_layer,
+    outside=_outside,
+    mtp=dense.QWEN3_NEXT_HEADS,
+    serving=Serving(vllm=vllm.plugin(PluginClasses("Gemma4ForCausalLM", trunk="gemma4:Gemma4ForCausalLM"))),
+    tiny={
+        "sliding_window": 8,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
+)
+_CLASSES = PluginClasses("Gemma4ForConditionalGeneration", trunk="gemma4_mm:Gemma4ForConditionalGeneration")
+GEMMA4 = nested(
+    GEMMA4_TEXT,
+    "gemma4",
+    Serving(
+        vllm=Convention("Gemma4ImageMTPModel", classes=_CLASSES),
+        transformers="swiftlite.engines.transformers.language_models:gemma4",
+    ),
+    tiny={
+        **GEMMA4_TEXT.tiny,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+)
