@@ -3,7 +3,7 @@
 # the published names, and vLLM serves the result with drafts.
 #
 # Hardware: 8 x H100 (80 GB), 53 GB used on each; estimated by the first command
-# Time:     75 minutes for 1000 steps of 64 rows of 4096 tokens; estimated by the first command
+# Time:     63 minutes for 1000 steps of 64 rows of 4096 tokens; estimated by the first command
 # Expect:   mtp_1_loss falls with the loss; acceptance.json compares the acceptance before and after training
 # Before:   pip install -e . vllm; rows in TRAIN and VAL; the model is downloaded from the hub
 set -euo pipefail
