@@ -44,7 +44,8 @@ class DraftInputs:
     """The inputs of a drafter, for a micro-batch in training or for new tokens of rows in decoding.
 
     Attributes:
-        hidden_SBH: the trunk's states, before or after the final norm (`Drafting.takes_before_norm`).
+        hidden_SBH: the trunk's states, before or after the final norm (`Drafting.takes_before_norm`), features, or both
+            (`StageStates.head_input`).
         embed: `embed(k, zeroes_first=False)` returns the embeddings [S, B, H] of the tokens k + 1 positions later (k
             from 0), which the draft number k can read; with `zeroes_first`, zeros at position 0 of a sequence.
         embed_token: returns the embedding of one token at every position, [S, B, H].

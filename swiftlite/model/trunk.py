@@ -190,7 +190,7 @@ class ReusedTrunk:
         """Return whether the states of all micro-batches can be kept: at most REUSED_GB of memory on the host."""
         if trunk is not COMPUTED or len(chunks) > 1 or mesh.pp.size() > 1 or chunks[0].tower is not None:
             return False
-        if chunks[0].heads.features:
+        if chunks[0].heads.features:  # which would have to be kept as well
             return False
         num_positions = sum(batch.position_ids_BS.numel() for batch in batches)
         state_bytes = chunks[0].config.hidden_size * next(chunks[0].parameters()).element_size()

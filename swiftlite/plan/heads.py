@@ -9,7 +9,7 @@ from typing import Any
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.base.lora import HeadsTuner, Lora
 from swiftlite.families import Family
 from swiftlite.families.drafters import DRAFTERS
@@ -62,6 +62,8 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     # `heads_for_engine` sets the inputs of --draft_for; the tokens of --draft_vocab are selected from the rows later.
     if args.draft_vocab is None:
         heads = replace(heads, draft_vocab=checkpoint.draft_vocab)
+    if heads.kind != MTP:  # --draft_for is for MTP heads, also where the checkpoint's heads were trained with it
+        return heads
     return replace(heads, drafting=checkpoint.drafting)
 
 

@@ -53,6 +53,7 @@ SLOW = (
     "rm",
     "gkd",  # "grpo" has a teacher too
     "eagle3.1 packed",
+    "features packed",
     "dflash packed",
     "latent lite, biases updated",
     "kto",

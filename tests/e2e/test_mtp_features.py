@@ -60,6 +60,20 @@ def test_counts_of_vllm(family, num_tokens, vllm_host, tmp_path, mesh):
 @pytest.mark.engine
 @pytest.mark.slow
 @needs_vllm
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_counts_of_a_compiled_draft(vllm_host, tmp_path, mesh):
+    """As by default on a GPU."""
+    prompts = write_drafted(tmp_path / "model", "qwen3")
+    directory = exported(tmp_path / "model", tmp_path, mesh)
+    served = vllm_host.call(partial(serve, directory, prompts, NEW_TOKENS, 3, compile_in=tmp_path / "cache"))
+    _, counts = FeatureReference.load(tmp_path / "model", "qwen3").simulate(prompts, NEW_TOKENS, 3)
+    assert served.num_compiled == 2
+    assert Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position) == counts
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@needs_vllm
 def test_a_draft_vocabulary_and_doctor(vllm_host, tmp_path, mesh):
     prompts = write_drafted(tmp_path / "model", "llama")
     config = json.loads((tmp_path / "model" / "config.json").read_text())

@@ -47,6 +47,14 @@ def test_the_card_of_another_drafter_has_no_commands_for_mtp_heads(tmp_path):
     assert "mtp" not in text
 
 
+@pytest.mark.parametrize(("kind", "needs_plugin"), [("eagle3", False), ("mtp_features", True)])
+def test_the_card_of_a_drafter_in_a_folder_has_its_method(tmp_path, kind, needs_plugin):
+    heads = Heads(layers=1, unroll=3, kind=kind, features=(1,))
+    text = model_card("me/new", ORIGIN, heads, tmp_path, has_draft_folder=True)
+    assert '{"method": "eagle3", "model": "model/draft", "num_speculative_tokens": 3}' in text
+    assert ("plugin" in text) is needs_plugin
+
+
 def write_acceptance(run) -> None:
     before = {"prompts": 8, "drafts": 100, "drafted": 100, "accepted": 3, "acceptance_rate": 0.03}
     after = before | {"accepted": 61, "acceptance_rate": 0.61, "mean_accepted_length": 1.61}

@@ -166,7 +166,6 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
         ("latent", "PP2xVPP2"),
         ("latent", "DP2"),
         ("eagle3", "TP2+SP"),
-        ("eagle3", "PP2 MTP apart"),
         ("dflash", "TP2+SP"),
         ("features", "PP2 MTP apart"),
     ),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import Heads
 from swiftlite.plan.heads import LR_ON_QUANTIZED_TRUNK, heads_defaults, heads_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.run import make_plan
@@ -44,6 +45,20 @@ def test_fit_only_where_the_last_layer_and_rows_are_at_hand(options):
     can_fit = options.get("pipeline_model_parallel_layout") == "Ettt|tmL"
     args = SftArgs(mtp_mode="heads_only", **options)
     assert mtp_init_of(args, Heads()) == ("fit_last_layer" if can_fit else "copy_last_layer")
+
+
+def test_heads_with_features_are_fitted():
+    args, features = SftArgs(mtp_mode="heads_only"), Heads(kind="mtp_features", features=(1, 2))
+    assert mtp_init_of(args, features) == "fit_last_layer"
+    assert mtp_init_of(args, replace(features, kind="eagle3")) == "random"
+    assert lr_of(args, features) == lr_of(args, Heads())
+
+
+def test_another_drafter_does_not_get_the_inputs_of_old_heads():
+    old = Heads(1, drafting=Drafting(zeroes_first_embedding=True))
+    args = SftArgs(mtp_mode="heads_only")
+    assert heads_of(args, old).drafting == old.drafting
+    assert heads_of(args, replace(old, kind="mtp_features", features=(1,))).drafting is None
 
 
 def test_what_is_given_stays():
