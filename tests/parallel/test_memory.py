@@ -78,8 +78,8 @@ def dense_cases() -> Iterator[Case]:
     # In Gemma 4, values have norms, keys of some layers are values, and logits have a cap.
     sizes = OWN_SIZES["gemma4_text"] | {"layer_types": ["sliding_attention", "full_attention"] * 2}
     for size in (2, 4):
-        setup = Setup(**ONE_HEAD | {"max_length": 96}, parameter_bytes=size)
-        yield config("gemma4_text", **sizes, tie_word_embeddings=True), setup
+        rows: dict[str, Any] = ONE_HEAD | {"max_length": 96, "parameter_bytes": size}
+        yield config("gemma4_text", **sizes, tie_word_embeddings=True), Setup(**rows)
     # OLMo 2 has one norm each for all queries and all keys, and EXAONE 4 has layers without rotary embeddings.
     yield config("olmo2"), Setup(**ONE_HEAD, parameter_bytes=4)
     yield config("exaone4", sliding_window=16, sliding_window_pattern=2), Setup(**ONE_HEAD)

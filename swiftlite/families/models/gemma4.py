@@ -63,6 +63,11 @@ def _check(hf_config: HfConfig) -> None:
         use_double_wide_mlp=(False, None),
         **_OF_E_MODELS,
     )
+    if "hidden_size_per_layer_input" not in hf_config:
+        problems.append("hidden_size_per_layer_input is missing, which transformers would take for 256")
+    stated = hf_config.get("rope_parameters")
+    if not isinstance(stated, dict) or any(kind not in stated for kind in windows.KINDS):
+        problems.append(f"rope_parameters has no settings for {' or for '.join(map(repr, windows.KINDS))}")
     if not problems:
         problems += _layer_problems(hf_config) + _expert_problems(hf_config)
     dense.refuse(hf_config, problems)
