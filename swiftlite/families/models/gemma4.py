@@ -33,6 +33,12 @@ _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 _OF_E_MODELS = {"hidden_size_per_layer_input": (0, None), "num_kv_shared_layers": (0, None)}
 
 
+def _full_layers(hf_config: HfConfig) -> list[str]:
+    """Return the numbers of layers with full attention, as keys of `per_layer_config`."""
+    kinds = windows.layer_types(hf_config, _INTERVAL)
+    return [str(number) for number, kind in enumerate(kinds) if kind == windows.FULL]
+
+
 def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
     """Return settings of layers with full attention that differ from those at the top level.
 
@@ -40,8 +46,8 @@ def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
     """
     stated = hf_config.get("per_layer_config")
     if isinstance(stated, dict):
-        number = windows.layer_types(hf_config, _INTERVAL).index(windows.FULL)
-        return dict(stated.get(str(number)) or {})
+        own = stated.get(_full_layers(hf_config)[0])
+        return own if isinstance(own, dict) else {}
     found = {"head_dim": hf_config.get("global_head_dim")}
     if hf_config.get("attention_k_eq_v"):
         found["num_key_value_heads"] = hf_config.get("num_global_key_value_heads")
@@ -74,15 +80,15 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def _layer_problems(hf_config: HfConfig) -> list[str]:
-    kinds = windows.layer_types(hf_config, _INTERVAL)
-    if kinds[-1] != windows.FULL:
-        return [f"layer_types: the last layer is {kinds[-1]!r}; transformers would make it {windows.FULL!r}"]
+    last = windows.layer_types(hf_config, _INTERVAL)[-1]
+    if last != windows.FULL:
+        return [f"layer_types: the last layer is {last!r}; transformers would make it {windows.FULL!r}"]
     stated, of_full = hf_config.get("per_layer_config"), _of_full_layers(hf_config)
-    full = [str(number) for number, kind in enumerate(kinds) if kind == windows.FULL]
-    if stated is not None and stated != dict.fromkeys(full, of_full):
+    if stated is not None and stated != dict.fromkeys(_full_layers(hf_config), of_full):
         return [f"per_layer_config differs between the layers with {windows.FULL!r}, or has others"]
     known = {"head_dim", "num_key_value_heads"}
-    if not isinstance(of_full.get("head_dim"), int) or of_full.keys() - known:
+    size = of_full.get("head_dim")
+    if not isinstance(size, int) or size < 1 or of_full.keys() - known:
         return [f"global_head_dim, or per_layer_config with only {' and '.join(sorted(known))}, is missing"]
     heads, groups = hf_config["num_attention_heads"], of_full.get("num_key_value_heads", 1)
     if not isinstance(groups, int) or groups < 1 or heads % groups:
