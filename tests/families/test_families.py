@@ -13,6 +13,7 @@ from swiftlite import families
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.families import dense, index
+from swiftlite.families.windows import KINDS
 from tests.messages import mentions, naming
 from tests.tiny import (
     CLASSES,
@@ -758,7 +759,9 @@ REFUSED = [
     ("gemma4_text", "layer_types", ["sliding_attention", "sliding_attention"]),
     ("gemma4_text", "layer_types", ["full_attention", "sliding_attention"]),
     ("gemma4_text", "rope_parameters", {"rope_type": "proportional", "rope_theta": 1e4}),
-    ("gemma4_text", "rope_parameters", {"sliding_attention": {"partial_rotary_factor": 0.25}}),
+    ("gemma4_text", "rope_parameters", None),
+    ("gemma4_text", "rope_parameters", {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("gemma4_text", "rope_parameters", {key: {"rope_type": "default", "partial_rotary_factor": 0.25} for key in KINDS}),
     *[("gemma4_text", key, None) for key in ("global_head_dim", "head_dim", "num_key_value_heads", "sliding_window")],
     ("gemma4_text", "attention_bias", True),
     ("gemma4_text", "attn_logit_softcapping", 50.0),
@@ -771,6 +774,7 @@ REFUSED = [
     ("gemma4_text", "num_global_key_value_heads", 3),
     ("gemma4_text", "num_kv_shared_layers", 1),
     ("gemma4_text", "per_layer_config", {}),
+    ("gemma4_text", "per_layer_config", {"1": "x"}),
     ("gemma4_text", "per_layer_config", {"0": {"head_dim": 8}, "1": {"head_dim": 64}}),
     ("gemma4_text", "per_layer_config", {"1": {"head_dim": 64, "sliding_window": 4}}),
     ("gemma4_text", "use_bidirectional_attention", "all"),
@@ -1063,6 +1067,13 @@ def test_sizes_of_heads_of_gemma4():
         assert sizes(config) == [(16, 4, False)] * 5 + [(64, 2, True)]
     config = gemma4_as_published(written.to_dict()) | {"attention_k_eq_v": False}
     assert sizes(config)[-1] == (64, 4, False)
+
+
+def test_gemma4_states_that_it_has_no_embeddings_of_layers():
+    config = hf_config("gemma4_text")
+    del config["hidden_size_per_layer_input"]
+    with pytest.raises(UserError, match=naming("hidden_size_per_layer_input")):
+        families.get(config)
 
 
 def test_exaone4_states_whether_it_has_windows():

@@ -46,7 +46,7 @@ def load(tmp_path, mesh):
     return load
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma4", "deepseek_v3", "qwen3_next"])
 def test_fused_kernels_compute_the_same(family, load):
     """Results are equal in float32 except for rounding, and parameters have the same names."""
     plain, fused = load(family, Kernels()), load(family, FUSED)

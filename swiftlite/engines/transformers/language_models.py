@@ -19,15 +19,8 @@ from transformers import (
 
 from swiftlite.families.resolved import HfModel
 
-_OF_FILES = (
-    "model_type",
-    "architectures",
-    "auto_map",
-    "quantization_config",
-    "text_config",
-    "vision_config",
-    "audio_config",
-)
+_PARTS = ("text_config", "vision_config", "audio_config")
+_OF_FILES = ("model_type", "architectures", "auto_map", "quantization_config", *_PARTS)
 """Keys of config.json that do not describe the language model."""
 
 Trunk = tuple[type[PreTrainedModel], PreTrainedConfig]

@@ -1,5 +1,5 @@
-"""Gemma 4: sliding windows alternate with full attention, which has larger heads, fewer of keys, and another rotary
-embedding.
+"""Gemma 4: sliding windows alternate with full attention, which has larger heads, fewer heads of keys, and another
+rotary embedding.
 
 Values are normalized, and in full attention can be the projected keys. Attention scores have no factor. Norms are also
 behind attention and MLP, and each layer multiplies its output by a number. In 26B-A4B, experts are computed next to the
@@ -18,7 +18,8 @@ from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
-from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.mlp import Mlp
+from swiftlite.families.models.qwen3_moe import mixture
 from swiftlite.families.serving import vllm
 from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
 from swiftlite.families.wrapped import nested
@@ -33,6 +34,12 @@ _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 _OF_E_MODELS = {"hidden_size_per_layer_input": (0, None), "num_kv_shared_layers": (0, None)}
 
 
+def _full_layers(hf_config: HfConfig) -> list[str]:
+    """Return the numbers of layers with full attention, as keys of `per_layer_config`."""
+    kinds = windows.layer_types(hf_config, _INTERVAL)
+    return [str(number) for number, kind in enumerate(kinds) if kind == windows.FULL]
+
+
 def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
     """Return settings of layers with full attention that differ from those at the top level.
 
@@ -40,8 +47,8 @@ def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
     """
     stated = hf_config.get("per_layer_config")
     if isinstance(stated, dict):
-        number = windows.layer_types(hf_config, _INTERVAL).index(windows.FULL)
-        return dict(stated.get(str(number)) or {})
+        own = stated.get(_full_layers(hf_config)[0])
+        return own if isinstance(own, dict) else {}
     found = {"head_dim": hf_config.get("global_head_dim")}
     if hf_config.get("attention_k_eq_v"):
         found["num_key_value_heads"] = hf_config.get("num_global_key_value_heads")
@@ -63,22 +70,27 @@ def _check(hf_config: HfConfig) -> None:
         use_double_wide_mlp=(False, None),
         **_OF_E_MODELS,
     )
+    if "hidden_size_per_layer_input" not in hf_config:
+        problems.append("hidden_size_per_layer_input is missing, which transformers would take for 256")
+    stated = hf_config.get("rope_parameters")
+    if not isinstance(stated, dict) or any(kind not in stated for kind in windows.KINDS):
+        problems.append(f"rope_parameters has no settings for {' or for '.join(map(repr, windows.KINDS))}")
     if not problems:
         problems += _layer_problems(hf_config) + _expert_problems(hf_config)
     dense.refuse(hf_config, problems)
 
 
 def _layer_problems(hf_config: HfConfig) -> list[str]:
-    kinds = windows.layer_types(hf_config, _INTERVAL)
-    if kinds[-1] != windows.FULL:
-        return [f"layer_types: the last layer is {kinds[-1]!r}; transformers would make it {windows.FULL!r}"]
+    last = windows.layer_types(hf_config, _INTERVAL)[-1]
+    if last != windows.FULL:
+        return [f"layer_types: the last layer is {last!r}; transformers would make it {windows.FULL!r}"]
     stated, of_full = hf_config.get("per_layer_config"), _of_full_layers(hf_config)
-    full = [str(number) for number, kind in enumerate(kinds) if kind == windows.FULL]
-    if stated is not None and stated != dict.fromkeys(full, of_full):
+    if stated is not None and stated != dict.fromkeys(_full_layers(hf_config), of_full):
         return [f"per_layer_config differs between the layers with {windows.FULL!r}, or has others"]
     known = {"head_dim", "num_key_value_heads"}
-    if not isinstance(of_full.get("head_dim"), int) or of_full.keys() - known:
-        return [f"global_head_dim, or per_layer_config with only {' and '.join(sorted(known))}, is missing"]
+    size = of_full.get("head_dim")
+    if not isinstance(size, int) or size < 1 or of_full.keys() - known:
+        return [f"global_head_dim is missing, or per_layer_config has other keys than {' and '.join(sorted(known))}"]
     heads, groups = hf_config["num_attention_heads"], of_full.get("num_key_value_heads", 1)
     if not isinstance(groups, int) or groups < 1 or heads % groups:
         return [f"num_attention_heads {heads} is not a multiple of num_global_key_value_heads {groups}"]
@@ -99,15 +111,14 @@ def _expert_problems(hf_config: HfConfig) -> list[str]:
 
 def _attention(hf_config: HfConfig, number: int) -> GroupedQueryAttention:
     is_full = windows.layer_types(hf_config, _INTERVAL)[number] == windows.FULL
-    own = {**hf_config, **_of_full_layers(hf_config)} if is_full else hf_config
-    attention = windows.attention(own, number, _INTERVAL)
+    own = _of_full_layers(hf_config) if is_full else {}
     return replace(
-        attention,
+        windows.attention({**hf_config, **own}, number, _INTERVAL),
         scale=1.0,
         keys_are_values=is_full and bool(hf_config.get("attention_k_eq_v")),
         value_norm=True,
         rope_start=hf_config["head_dim"] if is_full else 0,
-        hf_groups="num_global_key_value_heads" if is_full else "num_key_value_heads",
+        hf_groups="num_global_key_value_heads" if "num_key_value_heads" in own else "num_key_value_heads",
     )
 
 
@@ -115,20 +126,9 @@ def _mlp(hf_config: HfConfig) -> Mlp | ExpertsAndMlp:
     mlp = replace(dense.mlp(hf_config), activation=_ACTIVATION)
     if not hf_config.get("enable_moe_block"):
         return mlp
-    mixture = MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=hf_config["num_experts"],
-        topk=hf_config["top_k_experts"],
-        ffn=hf_config["moe_intermediate_size"],
-        activation=_ACTIVATION,
-        router={
-            "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": True,
-            "moe_router_dtype": None,
-            "moe_router_load_balancing_type": "aux_loss",
-        },
-    )
-    return ExpertsAndMlp(mlp, mixture)
+    # `NormedRouter` divides the scores by their sum.
+    own = {"num_experts_per_tok": hf_config["top_k_experts"], "norm_topk_prob": False}
+    return ExpertsAndMlp(mlp, replace(mixture({**hf_config, **own}), activation=_ACTIVATION))
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:
