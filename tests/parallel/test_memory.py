@@ -66,6 +66,12 @@ def check(measured, estimated) -> None:
 ROWS: dict[str, Any] = {"micro_batch_size": 2, "max_length": 64}
 ONE_HEAD: dict[str, Any] = ROWS | {"heads": Heads(1)}
 Case = tuple[dict[str, Any], Setup]
+KINDS = ["sliding_attention", "full_attention"]
+ALTERNATING: dict[str, Any] = {
+    "layer_types": KINDS * 2,
+    "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS},
+}
+"""Settings of Gemma 4 with four layers."""
 
 
 def dense_cases() -> Iterator[Case]:
@@ -76,7 +82,7 @@ def dense_cases() -> Iterator[Case]:
     sizes = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
     yield config("gemma3_text", **sizes, tie_word_embeddings=True), Setup(**ONE_HEAD, parameter_bytes=2)
     # In Gemma 4, values have norms, keys of some layers are values, and logits have a cap.
-    sizes = OWN_SIZES["gemma4_text"] | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    sizes = OWN_SIZES["gemma4_text"] | ALTERNATING
     longer: dict[str, Any] = ONE_HEAD | {"max_length": 96}
     for size in (2, 4):
         yield config("gemma4_text", **sizes, tie_word_embeddings=True), Setup(**longer, parameter_bytes=size)
@@ -115,7 +121,7 @@ def expert_cases() -> Iterator[Case]:
         hf_config = config(family, **sizes, decoder_sparse_step=1, mlp_only_layers=[])
         yield hf_config, Setup(micro_batch_size=2, max_length=256, heads=Heads(1), parameter_bytes=size)
     # Experts next to an MLP.
-    sizes = OWN_SIZES["gemma4"] | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_experts": 8}
+    sizes = OWN_SIZES["gemma4"] | ALTERNATING | {"num_experts": 8}
     for size in (2, 4):
         yield config("gemma4_text", **sizes), Setup(max_length=256, heads=Heads(1), parameter_bytes=size)
 
