@@ -41,8 +41,8 @@ _OF_TRUNK = (
 """Keys of the trunk's config.json that that of the drafter has as well."""
 VLLM_TRUNKS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "granite", "phi3", "seed_oss", "smollm3", "olmo2")
 """Families whose trunk returns the inputs of its decoder layers in vLLM (its `SupportsEagle3`)."""
-SGLANG_TRUNKS = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose trunk returns the outputs of its decoder layers in SGLang, as tests found."""
+SGLANG_TRUNKS = ("llama", "qwen2", "qwen3")
+"""Families whose trunk returns the outputs of its decoder layers in SGLang, and that tests run there."""
 
 
 def declaration(hf_config: HfConfig, *, is_normed: bool) -> dict[str, Any]:

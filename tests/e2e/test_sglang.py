@@ -156,7 +156,10 @@ def served(request, trained, commands, mesh, tmp_path_factory) -> dict[Any, Any]
         exported(directory / "model", directory, mesh)
         models[family, version] = (directory / "model", prompts)
         eagle3[family, version] = {
-            "model": str(directory / "hf"), "prompts": prompts, "num_tokens": 3, "max_new_tokens": NEW_TOKENS
+            "model": str(directory / "hf"),
+            "prompts": prompts,
+            "num_tokens": 3,
+            "max_new_tokens": NEW_TOKENS,
         }
     (commands.directory / "acceptance.json").write_text('{"depths": 1}')
     acceptance = ("--acceptance_json", str(commands.directory / "acceptance.json"))

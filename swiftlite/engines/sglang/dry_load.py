@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from swiftlite.engines.sglang.options import cpu_options, cpu_variables, depth_problem, draft_folder, draft_model_options
+from swiftlite.engines.sglang.options import (
+    cpu_options,
+    cpu_variables,
+    depth_problem,
+    draft_folder,
+    draft_model_options,
+)
 
 os.environ.update(cpu_variables())  # read when SGLang is imported
 
