@@ -41,6 +41,8 @@ _OF_TRUNK = (
 """Keys of the trunk's config.json that that of the drafter has as well."""
 VLLM_TRUNKS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "granite", "phi3", "seed_oss", "smollm3", "olmo2")
 """Families whose trunk returns the inputs of its decoder layers in vLLM (its `SupportsEagle3`)."""
+SGLANG_TRUNKS = ("llama", "qwen2", "qwen3")
+"""Families whose trunk returns the outputs of its decoder layers in SGLang, and that tests run there."""
 
 
 def declaration(hf_config: HfConfig, *, is_normed: bool) -> dict[str, Any]:
@@ -86,7 +88,8 @@ def why_not(family: "Family", hf_config: HfConfig) -> str:
 def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
     """Return the config.json of the drafter in a directory of its own, as vLLM and SGLang read it.
 
-    The numbers of layers have the same meaning as `Heads.features`: u[n] is the input of layer n.
+    For vLLM, the numbers of layers have the same meaning as `Heads.features`: u[n] is the input of layer n. SGLang reads
+    only those in `eagle_config`, which vLLM does not read next to the others, and takes the output of layer n.
     """
     heads, architecture = Heads.from_config(hf_config), family.architecture(hf_config)
     scale: dict[str, float] = {}
@@ -101,6 +104,7 @@ def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "mlp_bias": False,
         "eagle_aux_hidden_state_layer_ids": [*heads.features],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [number - 1 for number in heads.features]},
         "num_aux_hidden_states": len(heads.features),
         **{flag: is_set(hf_config, flag) for flag in FLAGS},
         **scale,
@@ -118,7 +122,8 @@ def sizes_of(architecture: Architecture, hf_config: HfConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": False,
-        "draft_vocab_size": len(Heads.from_config(hf_config).draft_vocab) or hf_config["vocab_size"],
+        # None: the output layer of the trunk. With a number, SGLang would expect an output layer in the files.
+        "draft_vocab_size": len(Heads.from_config(hf_config).draft_vocab) or None,
     }
 
 
@@ -165,4 +170,5 @@ EAGLE3 = Drafter(
     why_not=why_not,
     own_config=own_config,
     vllm_trunks=VLLM_TRUNKS,
+    sglang_trunks=SGLANG_TRUNKS,
 )

@@ -25,7 +25,10 @@ from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server.process import serve
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.families import FAMILIES
+from swiftlite.families.eagle3 import SGLANG_TRUNKS
 from swiftlite.serve.bench.measure import connect, generate_all
+from tests.e2e.test_eagle3 import exported, write_drafted
+from tests.engines.eagle3_reference import Eagle3Reference
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.messages import mentions
 from tests.stand_ins import sglang_environment
@@ -52,6 +55,8 @@ CHOSEN = [("qwen3", 3), ("deepseek_v3", 3)]
 WITH_VOCAB = some_of(("qwen3", "mimo"), "qwen3")
 # Each with a draft class, or a kind of layer, that takes new weights in a way of its own.
 LIVE = some_of(("mimo", "glm4_moe", "qwen3_moe", "deepseek_v3"), "deepseek_v3")
+EAGLE3: Any = [(family, "3.1") for family in SGLANG_TRUNKS] + [("qwen3", "3.0")]
+"""Families and versions of EAGLE-3 drafters."""
 DRAWN = some_of([(3, 0.0), (0, 0.7), (3, 0.7), (3, 1.0)], (3, 0.7))
 """Numbers of draft tokens and temperatures of answers. Sampled drafts are verified as on a GPU."""
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
@@ -99,7 +104,7 @@ def commands(talking, tmp_path_factory) -> Commands:
 
 
 @pytest.fixture(scope="module")
-def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
+def served(request, trained, commands, mesh, tmp_path_factory) -> dict[Any, Any]:
     """Return by (family, draft tokens per step) the checkpoint, the prompts and SGLang's results.
 
     All jobs share one process.
@@ -144,11 +149,24 @@ def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
     conversations = {
         ("conversations", k): asks_twice | {"num_tokens": k, "temperature": 0.7} for k in selected(request, "drafted")
     }
+    eagle3 = {}
+    for family, version in selected(request, "family", "version"):
+        directory = folder / f"{family}-eagle{version}"
+        prompts = write_drafted(directory / "model", family, version)
+        exported(directory / "model", directory, mesh)
+        models[family, version] = (directory / "model", prompts)
+        eagle3[family, version] = {
+            "model": str(directory / "hf"),
+            "prompts": prompts,
+            "num_tokens": 3,
+            "max_new_tokens": NEW_TOKENS,
+        }
     (commands.directory / "acceptance.json").write_text('{"depths": 1}')
     acceptance = ("--acceptance_json", str(commands.directory / "acceptance.json"))
     others: dict[Any, Any] = {
         **live,
         **drawn,
+        **eagle3,
         **conversations,
         "unknown option": unknown,
         "damaged": jobs[0] | {"model": str(damaged)},
@@ -158,6 +176,7 @@ def served(request, trained, commands, tmp_path_factory) -> dict[Any, Any]:
     results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(cases, lines, strict=False)}
     results |= zip(others, lines[len(jobs) :], strict=True)
     results |= {case: (*models["qwen3"], results[case]) for case in drawn}
+    results |= {case: (*models[case], results[case]) for case in eagle3}
     results["qwen3", 3, 0.0] = results["qwen3", 3]
     return results
 
@@ -175,6 +194,15 @@ def test_tokens_and_counts_equal_the_reference(served, family, num_tokens):
     too_long, random = result["refused"]
     assert mentions(too_long, "256 --max_model_len")
     assert mentions(random, "--temperature 0.5 SGLang CPU")
+
+
+@pytest.mark.parametrize(("family", "version"), some_of(EAGLE3, ("qwen3", "3.1")))
+def test_eagle3_drafters_equal_the_reference(served, family, version):
+    directory, prompts, result = served[family, version]
+    expected, counts = Eagle3Reference.load(directory, family).simulate(prompts, NEW_TOKENS, 3)
+    assert result["tokens"] == expected
+    assert result["counts"] == [counts.drafts, counts.drafted, list(counts.accepted_per_position)]
+    assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.95
 
 
 @pytest.mark.parametrize(("num_tokens", "temperature"), DRAWN)

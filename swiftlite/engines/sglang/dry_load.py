@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from swiftlite.engines.sglang.options import cpu_options, cpu_variables, depth_problem
+from swiftlite.engines.sglang.options import (
+    cpu_options,
+    cpu_variables,
+    depth_problem,
+    draft_folder,
+    draft_model_options,
+)
 
 os.environ.update(cpu_variables())  # read when SGLang is imported
 
@@ -45,7 +51,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
     """
     model = config.model
     drafts = model.heads.layers > 0 and config.num_speculative_tokens != 0
-    loading = Loading(SGLANG, model)
+    loading = Loading(SGLANG, model, draft_folder(model) if drafts else None)
     if drafts and (problem := depth_problem(model, config.num_speculative_tokens)):
         loading.problems.append(problem)
     with loading.until_it_objects():
@@ -64,7 +70,9 @@ def dry_load(config: EngineConfig) -> LoadReport:
                     loading.note_that_target_drafts_for_itself()
     num_drafting = 0
     if loading.draft is not None:
-        num_drafting = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
+        num_drafting = 1
+        if model.heads.kind == MTP:
+            num_drafting = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
     return loading.report(sglang.__version__, num_drafting)
 
 
@@ -73,7 +81,7 @@ def _draft_models(model: HfModel) -> list[int | None]:
     None if one draft model has all heads.
     """
     known = SGLANG.convention_for(model.family)
-    return list(range(model.heads.layers)) if known.heads == "each" else [None]
+    return list(range(model.heads.layers)) if known.heads == "each" and model.heads.kind == MTP else [None]
 
 
 def _replaced(loading: Loading) -> list[str]:
@@ -88,7 +96,7 @@ def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
     drafting: dict[str, Any] = {}
     if drafts:
         drafting = {
-            "speculative_algorithm": "NEXTN",
+            **draft_model_options(config.model),
             "speculative_num_steps": num_tokens,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": num_tokens + 1,
@@ -106,7 +114,9 @@ def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
 
 def _load(loading: Loading, server_args: Any, is_draft_model: bool = False, number: int | None = None) -> nn.Module:
     with stage("SGLang rejected config.json"):
-        config = ModelConfig.from_server_args(server_args, is_draft_model=is_draft_model)
+        folder = loading.draft_folder if is_draft_model else None
+        path = str(folder) if folder else None  # None: that of the trunk
+        config = ModelConfig.from_server_args(server_args, model_path=path, is_draft_model=is_draft_model)
         load_config = LoadConfig(draft_model_idx=number)
         quantization = _get_quantization_config(config, load_config)
     build = partial(_initialize_model, config, load_config, quantization)

@@ -17,6 +17,7 @@ import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.engines.devices import on_devices, outside_torchrun
 from swiftlite.engines.engine import (
     Completion,
@@ -60,6 +61,7 @@ class SglangEngine:
         with outside_torchrun(), on_devices(config.devices):
             self._engine = sglang.Engine(server_args=server_args)
         self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
+        self._kind = config.model.heads.kind
         manager = self._engine.tokenizer_manager
         self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts also need positions
         self._keep_sigterm()
@@ -122,7 +124,15 @@ class SglangEngine:
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
         """Send all HF tensors of trunk and heads to the running engine; None keeps the current weights
-        (`WeightUpdate.run`)."""
+        (`WeightUpdate.run`).
+
+        Raises:
+            UserError: the weights are those of a drafter other than MTP heads, or SGLang does not take them.
+        """
+        if draft is not None and self._kind != MTP:
+            raise UserError(
+                f"SGLang cannot receive new weights of the drafter {self._kind!r}", "use --speculative none"
+            )
         self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:

@@ -32,7 +32,7 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
         num_steps: number of draft tokens per step; None means one for each head that SGLang can run.
     """
     if model.heads.kind != MTP:
-        return f"SGLang is not supported for the drafter {model.heads.kind!r}"
+        return _drafter_problem(model)
     if (model.directory / HEADS_FILE).is_file():
         return f"SGLang does not read heads in {DRAFT_FOLDER}/; train them with --draft_for sglang"
     known = SGLANG.convention_for(model.family)
@@ -54,6 +54,31 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
     return None
 
 
+def _drafter_problem(model: HfModel) -> str | None:
+    """Return why SGLang would not draft with a drafter other than MTP heads; None if it would."""
+    kind, trunks = model.heads.kind, model.family.drafter(model.config).sglang_trunks
+    if not trunks:
+        return f"SGLang is not supported for the drafter {kind!r}"
+    if model.family.name not in trunks:
+        return f"SGLang is not supported for the drafter {kind!r} of {model.family.name}, only of {', '.join(trunks)}"
+    if not (model.directory / DRAFT_FOLDER).is_dir():
+        return f"{model.directory} has no {DRAFT_FOLDER}/; export the run again: swiftlite export --to_hf"
+    return None
+
+
+def draft_folder(model: HfModel) -> Path | None:
+    """Return the directory from which SGLang reads the drafter; None for MTP heads, which it reads with the trunk."""
+    return None if model.heads.kind == MTP else model.directory / DRAFT_FOLDER
+
+
+def draft_model_options(model: HfModel) -> dict[str, str]:
+    """Return SGLang's options for the kind of drafter and its files."""
+    folder = draft_folder(model)
+    if folder is None:
+        return {"speculative_algorithm": "NEXTN"}
+    return {"speculative_algorithm": model.heads.kind.upper(), "speculative_draft_model_path": str(folder.absolute())}
+
+
 def speculative_options(
     model: HfModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -67,7 +92,7 @@ def speculative_options(
     Raises:
         UserError: the heads are incomplete, or SGLang would not draft with them.
     """
-    require_heads(model)
+    require_heads(model, SGLANG.drafters)
     check_quantized_heads(model, SGLANG)
     log_fed_otherwise(model, SGLANG)
     given = given or {}
@@ -76,17 +101,26 @@ def speculative_options(
     if problem:
         raise UserError(problem, "use --infer_backend vllm")
     if num_steps is None:
-        num_steps = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
-        if num_steps == model.heads.layers and not SGLANG.convention_for(model.family).drafts_once:
-            num_steps = model.heads.drafts
+        num_steps = _num_steps(model)
     return {
-        "speculative_algorithm": "NEXTN",
+        **draft_model_options(model),
         "speculative_num_steps": num_steps,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": num_steps + 1,
         **_token_map(model),
         **given,
     }
+
+
+def _num_steps(model: HfModel) -> int:
+    """Return the number of draft tokens per step that the heads were trained for and SGLang can run."""
+    known = SGLANG.convention_for(model.family)
+    if model.heads.kind != MTP:
+        return model.heads.drafts
+    num_drafting = known.num_drafting(model.heads.layers)
+    if num_drafting == model.heads.layers and not known.drafts_once:
+        return model.heads.drafts
+    return num_drafting
 
 
 def schedule_options(schedule: DraftSchedule, bench_json: Path) -> tuple[dict[str, Any], dict[Path, str]]:
@@ -110,7 +144,7 @@ def _token_map(model: HfModel) -> dict[str, str]:
     Raises:
         UserError: the file that `export` writes for this option is missing, or belongs to another model.
     """
-    if not model.heads.draft_vocab:
+    if not model.heads.draft_vocab or model.heads.kind != MTP:  # other drafters have an output layer of their own
         return {}
     path = model.directory / TOKEN_MAP_FILE
     if not path.is_file() or tuple(torch.load(path, weights_only=True)) != model.heads.draft_vocab:
@@ -123,7 +157,7 @@ def known_report(model: HfModel) -> LoadReport:
     known = SGLANG.convention_for(model.family)
     draft = None
     if model.heads.layers:
-        draft = known.draft
+        draft = known.draft if model.heads.kind == MTP else "LlamaForCausalLMEagle3"
     return LoadReport(
         engine="sglang 0.5.23 (not installed: its loaders were not run)",
         target=(model.config.get("architectures") or [None])[0],
