@@ -88,8 +88,8 @@ def why_not(family: "Family", hf_config: HfConfig) -> str:
 def own_config(family: "Family", hf_config: HfConfig) -> dict[str, Any]:
     """Return the config.json of the drafter in a directory of its own, as vLLM and SGLang read it.
 
-    For vLLM, the numbers of layers have the same meaning as `Heads.features`: u[n] is the input of layer n. SGLang reads
-    only those in `eagle_config`, which vLLM does not read next to the others, and takes the output of layer n.
+    For vLLM, the numbers of layers have the same meaning as `Heads.features`: u[n] is the input of layer n. SGLang
+    reads only those in `eagle_config`, which vLLM does not read next to the others, and takes the output of layer n.
     """
     heads, architecture = Heads.from_config(hf_config), family.architecture(hf_config)
     scale: dict[str, float] = {}

@@ -18,7 +18,9 @@ def here(tmp_path, monkeypatch):
     fed = {"num_nextn_predict_layers": 1, "mtp_drafting": Drafting(zeroes_first_embedding=True).to_json()}
     drafter = {"kind": "eagle3", "layers": 1, "feature_layers": [1, 2, 3], "fc_norm": True, "norm_output": True}
     drafted = {"drafter": drafter, "mtp_unroll": 3}
+    block = {"kind": "dflash", "layers": 1, "feature_layers": [1, 2], "decoder_layers": 1, "mask_token_id": 5}
     models = {"plain": {}, "mtp2": {"num_nextn_predict_layers": 2}, "vocab": vocab, "fed": fed, "drafted": drafted}
+    models["block"] = {"drafter": block, "mtp_unroll": 3}
     for name, heads in models.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config | heads))

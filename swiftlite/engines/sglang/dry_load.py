@@ -29,6 +29,7 @@ from sglang.srt.model_loader.loader import _get_quantization_config, _initialize
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.runtime_context import SpawnRanks, publish
 
+from swiftlite.base.heads import MTP
 from swiftlite.bridge.tensors import some
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.loading.head_weights import OF_ORDER

@@ -1,0 +1,104 @@
+"""Train drafters of one model for equal minutes on the same rows, and compare their drafts and their speed in vLLM.
+
+    python scripts/bench/drafters.py --model DIR --dataset train.jsonl --val_dataset val.jsonl --output_dir OUT
+    python scripts/bench/drafters.py ... --minutes 5 --drafters mtp features eagle3.1 dflash
+
+The minutes include the loading of the model, but neither the export nor the measurements. A first run of a few steps
+measures the time of a step, from which the number of steps follows. Speed is that of one request at a time, with the
+number of draft tokens that is the fastest.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROBED = 4
+"""Number of steps with which the time of a step is measured."""
+DRAFTED = 3
+"""Number of draft tokens in training; smaller numbers are measured as well."""
+
+
+def options_of(drafter: str, num_layers: int) -> list[str]:
+    """Return the options of `megatron sft` for a drafter.
+
+    Args:
+        num_layers: number of decoder layers of the trunk.
+    """
+    match drafter:
+        case "mtp":
+            return []
+        case "features":
+            return ["--mtp_features", str(num_layers // 2), str(num_layers - 3)]
+        case "dflash":
+            return ["--drafter", "dflash", "--drafter_layers", "2"]
+    return ["--drafter", drafter]
+
+
+def run(*words: object) -> float:
+    """Run a swiftlite command, and return its seconds."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "swiftlite", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return time.monotonic() - start
+
+
+def train(args: argparse.Namespace, drafter: str, steps: int, directory: Path) -> float:
+    """Train a drafter, and return the seconds of the command."""
+    num_layers = json.loads(args.config.read_text())["num_hidden_layers"]
+    return run(
+        *("megatron", "sft", "--model", args.model, "--dataset", *args.dataset, "--mtp_mode", "heads_only"),
+        *("--mtp_loss", "nla", "--mtp_unroll", DRAFTED, "--draft_vocab", args.draft_vocab),
+        *("--packing", "true", "--max_length", 1024, "--global_batch_size", 1, "--torch_dtype", args.torch_dtype),
+        *("--train_iters", steps, "--lr", args.lr, "--acceptance_samples", 0, "--split_dataset_ratio", 0),
+        *options_of(drafter, num_layers),
+        *("--output_dir", directory),
+    )
+
+
+def measure(args: argparse.Namespace, drafter: str) -> str:
+    """Train and measure a drafter; return a row of the table."""
+    directory: Path = args.output_dir / drafter
+    short, longer = (train(args, drafter, steps, directory / f"probe-{steps}") for steps in (1, 1 + PROBED))
+    per_step = max(longer - short, 0.1) / PROBED
+    steps = max(1, int((60 * args.minutes - short) / per_step))
+    seconds = train(args, drafter, steps, directory / "run")
+    run("export", "--to_hf", "--model", directory / "run", "--output_dir", directory / "hf")
+    run(
+        *("bench", "--model", directory / "hf", "--val_dataset", args.val_dataset, "--infer_backend", "vllm"),
+        *("--num_speculative_tokens", *range(DRAFTED + 1), "--concurrency", 1, "--rounds", 1, "--max_prompts", 32),
+        *("--max_new_tokens", 64, "--torch_dtype", args.torch_dtype, "--output_dir", directory / "bench"),
+    )
+    bench = json.loads((directory / "bench" / "bench.json").read_text())
+    ratios = {int(number): ratio for number, ratio in bench["recommendations"][0]["ratios"].items()}
+    best = max(ratios, key=lambda number: ratios[number])
+    of_number = {server["num_speculative_tokens"]: server["measured"][0] for server in bench["servers"][1:]}
+    first = of_number[1]["drafts"]["acceptance_rate"]
+    lengths = " ".join(f"{of_number[number]['mean_accepted_length']:.2f}" for number in sorted(ratios))
+    return f"{drafter:<10}{steps:>6}{seconds:>9.0f}{first:>13.1%}  {lengths:<18}{best:>5}{ratios[best]:>8.2f}x"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dataset", nargs="+", required=True)
+    parser.add_argument("--val_dataset", required=True)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--drafters", nargs="+", default=["mtp", "features", "eagle3.1", "dflash"])
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--draft_vocab", type=int, default=8192)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--torch_dtype", default="float32")
+    args = parser.parse_args()
+    args.config = Path(args.model) / "config.json"
+    print("drafter    steps  seconds  first drafts  tokens/step: 1 2 3  best   speed", flush=True)
+    for drafter in args.drafters:
+        print(measure(args, drafter), flush=True)
+
+
+if __name__ == "__main__":
+    main()
