@@ -70,7 +70,7 @@ EXPERTS: dict[str, Any] = DENSE | {"moe_intermediate_size": 128, "shared_expert_
 SIZES: dict[str, dict[str, Any]] = dict.fromkeys(LATENT, EXPERTS | VLLM_LATENT_SIZES | {"q_lora_rank": 128})
 ONE_HEAD = {"num_attention_heads": 1}  # SGLang ignores head_dim of these families
 SIZES |= dict.fromkeys(("exaone4", "olmo2", "olmo3"), DENSE | ONE_HEAD)
-SIZES |= {"qwen2_moe": EXPERTS | ONE_HEAD, "qwen3_moe": EXPERTS}
+SIZES |= {"qwen2_moe": EXPERTS | ONE_HEAD, "qwen3_moe": DENSE | {"moe_intermediate_size": 128}}
 SIZES |= {"mimo_v2_flash": EXPERTS | {"v_head_dim": 128}}
 SIZES |= {"minimax_m2": DENSE, "glm4_moe": EXPERTS, "hy_v3": EXPERTS | {"expert_hidden_dim": 128}}
 # SGLang builds linear attention on GPUs only.
