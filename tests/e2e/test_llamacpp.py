@@ -6,6 +6,7 @@ One thread per server: with more, llama.cpp waits actively for threads that do n
 import asyncio
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,10 +47,15 @@ def test_requests_equal_the_reference(trained, tmp_path, monkeypatch, family, nu
     source, prompts = trained(family, 1, "llamacpp")
     reference = follow(Reference.load(source, family, depth=1), convention("llamacpp", family).drafting)
     expected = requests(reference, prompts, NEW_TOKENS, num_tokens, computes_again=family in COMPUTES_AGAIN)
-    vocab_size = reference.trunk.config.vocab_size
-    used = {token for result in expected for token in result.tokens}
     directory = tmp_path / "model"
     shutil.copytree(source, directory)
+    check_requests(directory, prompts, num_tokens, expected)
+
+
+def check_requests(directory: Path, prompts: list[list[int]], num_tokens: int, expected: list[Request]) -> EngineConfig:
+    """Check tokens and counts of requests that are sent one after the other; return the config of the engine."""
+    vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    used = {token for result in expected for token in result.tokens}
     write_tokenizer(directory, vocab_size, next(token for token in range(vocab_size) if token not in used))
     config = EngineConfig(
         resolve_served(directory),
@@ -71,6 +77,7 @@ def test_requests_equal_the_reference(trained, tmp_path, monkeypatch, family, nu
     assert found == expected
     share = sum(result.accepted for result in found) / sum(result.drafted for result in found)
     assert 0.05 < share < 0.9  # some right, some wrong
+    return config
 
 
 @pytest.mark.parametrize("speculative", some_of(["ngram", "mtp,ngram"], "mtp,ngram"))

@@ -9,21 +9,18 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.llamacpp.dry_load import dry_load
-from swiftlite.engines.served_model import resolve_served
 from swiftlite.families.serving.llamacpp import TRUNKS
 from tests.e2e import test_dflash, test_eagle3
+from tests.e2e.test_llamacpp import NEW_TOKENS, check_requests
 from tests.engines.dflash_reference import DFlashReference
 from tests.engines.drafter_reference import DrafterReference
 from tests.engines.eagle3_reference import Eagle3Reference
 from tests.engines.llamacpp_reference import Request
-from tests.gguf.wordless import write_tokenizer
 from tests.llamacpp_here import needs_llamacpp
 from tests.tiers import some_of
 
 pytestmark = [pytest.mark.engine, needs_llamacpp]
-NEW_TOKENS = 24
 
 
 def write_dflash(directory: Path, family: str) -> tuple[DrafterReference, list[list[int]]]:
@@ -78,28 +75,5 @@ def test_requests_equal_the_reference(kind, family, num_tokens, tmp_path, monkey
     rows = reference.greedy_rows(prompts, NEW_TOKENS + num_tokens + 1)
     with torch.no_grad():
         expected = [expected_of(reference, *pair, num_tokens) for pair in zip(prompts, rows, strict=True)]
-    vocab_size = reference.trunk.config.vocab_size
-    used = {token for result in expected for token in result.tokens}
-    write_tokenizer(directory, vocab_size, next(token for token in range(vocab_size) if token not in used))
-    config = EngineConfig(
-        resolve_served(directory),
-        torch_dtype="float32",
-        num_speculative_tokens=num_tokens,
-        max_batch_size=1,
-        engine_kwargs={"threads": 1},
-    )
-    engine = start_engine("llamacpp", config)
-    found = []
-    try:
-        for prompt in prompts:
-            before = engine.draft_counts()
-            (answer,) = engine.generate([prompt], Sampling(NEW_TOKENS))
-            counts = engine.draft_counts().since(before)
-            found.append(Request(answer.token_ids, counts.drafted, counts.accepted))
-    finally:
-        engine.close()
-    assert found == expected
-    report = dry_load(config)
+    report = dry_load(check_requests(directory, prompts, num_tokens, expected))
     assert (report.problems, report.target, report.draft) == ([], TRUNKS[family], kind)
-    share = sum(result.accepted for result in found) / sum(result.drafted for result in found)
-    assert 0.05 < share < 0.9  # some right, some wrong

@@ -48,8 +48,9 @@ class RoundTimes:
     Attributes:
         prompts: number of prompts.
         answers: time to write and answer the prompts.
-        training: time to train on the answers of this round and all previous ones.
-        fixed: time of export and evaluation, which does not depend on the number of prompts.
+        training: time to train on the answers of this round and all previous ones, without what is in `fixed`.
+        fixed: time that does not depend on the number of prompts: the start of the training, its measurements of
+            acceptance, and the export.
     """
 
     prompts: int

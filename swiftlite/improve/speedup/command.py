@@ -30,7 +30,7 @@ from swiftlite.improve.speedup import budget
 from swiftlite.improve.speedup.dataset import RoundRows
 from swiftlite.improve.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
 from swiftlite.improve.speedup.plan import ANSWERS, HELD_OUT, Commands, only_fits
-from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result
+from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result, seconds_of_steps
 from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
 from swiftlite.improve.speedup.state import MODEL, Progress
 from swiftlite.improve.steps import CommandStep, is_complete, run_step
@@ -206,10 +206,15 @@ class _Speedup:
     def _times_of(self, number: int) -> budget.RoundTimes:
         seconds, rounds = self._progress.seconds, self._progress.rounds
         answers, training = seconds[f"round-{number}/answers"], seconds[f"round-{number}/training"]
+        fixed = seconds[f"round-{number}/export"]
         if number == 1 and only_fits(rounds[:1], self._own_heads):
             # The next round is trained: three epochs on 74 prompts took 80 s, about as long as the answers.
             training = max(training, answers)
-        return budget.RoundTimes(rounds[number - 1], answers, training, seconds[f"round-{number}/export"])
+        else:
+            report = self._directory / f"round-{number}" / "run" / "run_report.json"
+            steps = min(read_result(report, seconds_of_steps) or training, training)
+            fixed, training = fixed + training - steps, steps
+        return budget.RoundTimes(rounds[number - 1], answers, training, fixed)
 
     @property
     def _own_heads(self) -> str:

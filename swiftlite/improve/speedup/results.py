@@ -39,6 +39,15 @@ def accepted_drafts(acceptance: Any, when: When) -> dict[str, list[float]]:
     return shares
 
 
+def seconds_of_steps(report: Any) -> float | None:
+    """Return the seconds of the training steps in a run_report.json; None if the run was resumed, because they are then
+    only those of its last part.
+    """
+    if report["resumed_from"]:
+        return None
+    return float(report["seconds"])
+
+
 def concurrency_of(bench: Any) -> list[int]:
     """Return the numbers of concurrent requests of a bench.json."""
     return [choice["concurrency"] for choice in bench["recommendations"]]

@@ -125,9 +125,6 @@ def training_flops(
         matrix_passes = output_passes = 2
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
-    of_features = 0
-    if heads.kind == MTP_FEATURES:  # only the first draft reads them
-        of_features = 3 * _PER_MAC * len(heads.features) * hidden**2
     adapters, head_adapters = 0, 0
     if lora is not None:
         matrix_passes = min(trunk_passes, 2)
@@ -156,7 +153,7 @@ def training_flops(
     item = item_square = 0.0
     if tower is not None and not trunk_is_read:
         item, item_square = tower.macs(trained_parts)
-    of_heads = (head_passes * mtp_layer + head_adapters) * num_drafts + of_features
+    of_heads = (head_passes * mtp_layer + head_adapters) * num_drafts + _of_features(heads, hidden)
     return Flops(
         linear=matrix_passes * trunk + adapters + of_heads + square,
         square=square,
@@ -165,6 +162,17 @@ def training_flops(
         item_square=_PER_MAC * item_square,
         windows=tuple((window, _PER_MAC * per_pair) for window, per_pair in pairs.items() if window is not None),
     )
+
+
+def _of_features(heads: Heads, hidden: int) -> int:
+    """Return the FLOPs of training the columns of a head's projection for features, which only the first draft reads.
+
+    Args:
+        hidden: hidden size.
+    """
+    if heads.kind != MTP_FEATURES:
+        return 0
+    return 3 * _PER_MAC * len(heads.features) * hidden**2
 
 
 def _output_layer_learns(architecture: Architecture, lora: Lora) -> bool:

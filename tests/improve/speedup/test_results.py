@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swiftlite.base.errors import UserError
-from swiftlite.improve.speedup.results import accepted_drafts, read_result
+from swiftlite.improve.speedup.results import accepted_drafts, read_result, seconds_of_steps
 from tests.messages import mentions
 
 
@@ -17,6 +17,11 @@ def test_acceptance_is_read_by_channel(tmp_path):
     assert read_result(path, lambda content: accepted_drafts(content, "before")) == {"all": [0.0, 0.0]}
     found = read_result(path, lambda content: accepted_drafts(content, "after"))
     assert found == {"all": [0.5, 0.25], "code": [1.0, 0.0]}
+
+
+@pytest.mark.parametrize(("resumed_from", "seconds"), [(0, 90.5), (40, None)])
+def test_seconds_of_the_steps_of_a_whole_run(resumed_from, seconds):
+    assert seconds_of_steps({"resumed_from": resumed_from, "seconds": 90.5}) == seconds
 
 
 @pytest.mark.parametrize(
