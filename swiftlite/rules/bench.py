@@ -67,7 +67,8 @@ def deploy_would_start_them(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
         yield from engine_options.engine_runs_the_family(options, facts)
         yield from engine_options.engine_kwargs_leave_what_has_an_option(options, facts)
         yield from engine_options.ngrams_have_their_engine(options, facts)
-        yield from engine_options.drafter_has_its_engine(options, facts)
+        for problem, hint in engine_options.drafter_has_its_engine(options, facts):
+            yield problem, hint.removesuffix(engine_options.OR_NO_DRAFTS)
 
 
 RULES = (

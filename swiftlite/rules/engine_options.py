@@ -133,17 +133,24 @@ def ngrams_have_their_engine(args: EngineCommand | BenchArgs, facts: Facts) -> I
         yield problem, hint
 
 
-def drafter_has_its_engine(args: EngineCommand | BenchArgs, facts: Facts) -> Iterator[Problem]:
-    drafts = args.speculative in WITH_HEADS or (isinstance(args, DeployArgs) and args.speculative is None)
-    if not drafts or not facts.heads.layers or facts.heads.kind in ENGINES[args.infer_backend].drafters:
-        return
-    needs_server = isinstance(args, DeployArgs | BenchArgs)
-    infos = [info for info in ENGINES.values() if facts.heads.kind in info.drafters]
-    able = [info.name for info in infos if info.server or not needs_server]
-    hint = f"use --infer_backend {' or '.join(able)}"
-    if not isinstance(args, BenchArgs):
-        hint += ", or --speculative none"
-    yield f"--infer_backend {args.infer_backend} does not draft with the drafter {facts.heads.kind!r}", hint
+OR_NO_DRAFTS = ", or --speculative none"
+
+
+def drafter_has_its_engine(args: EngineCommand | DeployArgs, facts: Facts) -> Iterator[Problem]:
+    is_server = isinstance(args, DeployArgs)  # bench starts servers as deploy does
+    if args.speculative in WITH_HEADS or (is_server and args.speculative is None):
+        for problem, hint in drafter_problems(args.infer_backend, facts, is_server=is_server):
+            yield problem, hint + OR_NO_DRAFTS
+
+
+def drafter_problems(infer_backend: str, facts: Facts, *, is_server: bool = False) -> Iterator[Problem]:
+    """Yield a problem if an engine does not draft with the kind of drafter in config.json."""
+    kind = facts.heads.kind
+    if facts.heads.layers and kind not in ENGINES[infer_backend].drafters:
+        infos = [info for info in ENGINES.values() if kind in info.drafters]
+        able = [info.name for info in infos if info.server or not is_server]
+        problem = f"--infer_backend {infer_backend} does not draft with the drafter {kind!r}"
+        yield problem, f"use --infer_backend {' or '.join(able)}"
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

@@ -28,6 +28,11 @@ def there_are_heads(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
         yield common.no_heads(facts), common.TRAIN_HEADS
 
 
+def drafter_has_its_engine(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.infer_backend in ENGINES:
+        yield from engine_options.drafter_problems(args.infer_backend, facts)
+
+
 def output_dir_can_be(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
         yield "--output_dir is required", "the results are written there: --output_dir evaluation"
@@ -169,6 +174,7 @@ _MODEL_RULES = (
     acceptance_json_gets_counts,
     engine_options.engine_is_installed,
     engine_options.engine_runs_the_family,
+    drafter_has_its_engine,
     engine_options.draft_confidence_has_its_engine,
     common.images_have_a_place_and_a_size,
 )
@@ -181,6 +187,7 @@ _TASK_RULES = (
     engine_answers_tasks,
     engine_options.engine_runs_the_family,
     drafts_have_heads,
+    drafter_has_its_engine,
 )
 RULES = (
     *map(_of_models, _MODEL_RULES),

@@ -135,11 +135,12 @@ def drafter_stays_plain(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     """Reject conversions of a drafter other than MTP heads that are not supported."""
     if not facts.heads.features or args.mtp == "strip":
         return
+    hint = "remove it, or add --mtp strip" if reads_run(args) else "remove it"
     if args.to_gguf and (reason := why_no_drafter(get_family(facts.hf_config), facts.hf_config)):
-        yield f"--to_gguf: {reason}", "remove it, or add --mtp strip"
+        yield f"--to_gguf: {reason}", hint
     given = {f"--quant_method {args.quant_method}": args.quant_method, "--mtp_graft_from": args.mtp_graft_from}
     for flag in [flag for flag, value in given.items() if value]:
-        yield f"{flag} does not support the drafter {facts.heads.kind!r}", "remove it, or add --mtp strip"
+        yield f"{flag} does not support the drafter {facts.heads.kind!r}", hint
 
 
 def reward_model_stays_plain(args: ExportArgs, facts: Facts) -> Iterator[Problem]:

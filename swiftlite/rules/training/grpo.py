@@ -285,6 +285,8 @@ def reward_models_fit_their_layout(args: GrpoArgs, facts: Facts) -> Iterator[Pro
         yield problem, f"remove one of the two; or {without}"
     for directory in on_ranks:
         config = read_hf_config(Path(directory).expanduser())
+        if not config:
+            continue  # another rule reports it
         if not is_reward_model(config):
             yield f"--reward_model {directory} has no layout: it is not of a family that megatron rm trains", without
             continue

@@ -122,7 +122,9 @@ def features_are_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     num_layers = facts.hf_config.get("num_hidden_layers")
     if not args.mtp_features or not isinstance(num_layers, int):
         return
-    if 0 in args.mtp_features or not are_features(args.mtp_features, num_layers):
+    if num_layers == 1:
+        yield "--mtp_features requires a model with two decoder layers or more", "remove it"
+    elif 0 in args.mtp_features or not are_features(args.mtp_features, num_layers):
         given, middle = ",".join(map(str, args.mtp_features)), sorted({num_layers // 2, max(num_layers - 3, 1)})
         yield (
             f"--mtp_features {given} must be numbers of decoder layers from 1 to {num_layers - 1}, in ascending order",
