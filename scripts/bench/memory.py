@@ -215,10 +215,13 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
             pack(tensor)
     vocab = (len(setup.heads.draft_vocab) or hf_config["vocab_size"]) // setup.layout.tensor_model_parallel_size
 
+    # A cap keeps logits before they are float32.
+    dtypes = {torch.float32} if model.logits_cap is None else {torch.float32, model.config.params_dtype}
+
     def is_of_loss(tensor: torch.Tensor) -> bool:
         is_matrix = tensor.shape == (model.config.hidden_size, vocab)  # transposed matrix of a draft vocabulary
         is_vector = tensor.numel() == vocab  # one value per token, if there are as many tokens as words
-        return tensor.is_floating_point() and tensor.size(-1) == vocab and not (is_matrix or is_vector)
+        return tensor.dtype in dtypes and tensor.size(-1) == vocab and not (is_matrix or is_vector)
 
     of_loss = {address for address, tensor in kept.items() if is_of_loss(tensor)}
     logits = _bytes(kept[address] for address in of_loss)
