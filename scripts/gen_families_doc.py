@@ -122,7 +122,8 @@ def configs_by_family() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(CONFIGS.glob("*.json"), key=lambda path: path.stem.lower()):
         model_type = json.loads(path.read_text(encoding="utf-8"))["model_type"]
-        found.setdefault(model_type, []).append(path.stem)
+        if not path.stem.endswith("-transformers5"):  # a published one, as transformers 5 writes it
+            found.setdefault(model_type, []).append(path.stem)
     return found
 
 

@@ -10,12 +10,13 @@ from swiftlite.data.dataset import load_prompts
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
-from swiftlite.engines.llamacpp.check import check_file
+from swiftlite.engines.llamacpp.check import check_file, load
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.served_model import require_heads
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.llamacpp import KINDS
+from swiftlite.gguf.drafters import draft_architecture_of
 from swiftlite.gguf.tokenizer import other_tokens
 from swiftlite.gguf.types import FINE_TYPES, QUANTIZER, WRITTEN_TYPES, quantizer
 from swiftlite.gguf.verify import differences
@@ -92,6 +93,8 @@ def _check_with_server(args: ExportArgs, model: HfModel, file: Path) -> None:
     template = ChatTemplate(load_tokenizer(model.directory), vocab_size=model.config["vocab_size"])
     prompts = load_prompts(args.val_dataset)[:MAX_PROMPTS] if args.val_dataset else []
     checked = check_file(words, file, template, prompts)
+    if has_draft_file(model):
+        load(words, file, draft_architecture_of(model.family, model.config).name, draft_file_of(file))
     if checked.problems:
         lines = "\n  ".join(checked.problems[:10])
         raise UserError(f"llama.cpp reads {file.name} differently:\n  {lines}", "nothing was written")

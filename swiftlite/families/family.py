@@ -185,12 +185,13 @@ class Family:
     def is_mtp(self, hf_config: HfConfig, hf_key: str) -> bool:
         """Return whether an HF key belongs to an MTP head or another drafter.
 
-        If config.json declares another drafter, it replaces the MTP heads whose tensors are in the files.
+        If config.json declares another drafter, it replaces the MTP heads, or the drafter, whose tensors are in the
+        files.
         """
-        head = self.head_of(hf_config, hf_key)
-        if head is None and kind_of(hf_config) != MTP:
-            head = self.mtp.head_of(hf_config, hf_key)
-        return head is not None
+        drafters = [self.drafter(hf_config)]
+        if kind_of(hf_config) != MTP:
+            drafters += DRAFTERS.values()
+        return any(drafter.layer_of(self, hf_config, hf_key) is not None for drafter in drafters)
 
     def is_carried(self, hf_key: str) -> bool:
         """Return whether an HF tensor is not part of the language model.

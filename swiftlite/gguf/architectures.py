@@ -197,16 +197,14 @@ def architecture_of(family: Family, kind: str = MTP) -> GgufArchitecture:
         kind: kind of the drafter.
 
     Raises:
-        UserError: llama.cpp does not run the family, or not with this kind of drafter.
+        UserError: llama.cpp does not run the family.
     """
-    supported = ARCHITECTURES if kind == MTP else TRUNKS
-    name = supported.get(family.name)
+    name = ARCHITECTURES.get(family.name)
+    if kind != MTP:
+        name = TRUNKS.get(family.name, name)
     if name is None:
-        with_drafter = "" if kind == MTP else f" with the drafter {kind!r}"
-        raise UserError(
-            f"GGUF files are not supported for {family.name}{with_drafter}",
-            f"supported families: {', '.join(sorted(supported))}",
-        )
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise UserError(f"GGUF files are not supported for {family.name}", f"supported families: {supported}")
     return architecture_named(name)
 
 

@@ -42,9 +42,8 @@ def write_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
         heads = 0
     metadata = metadata_of(model.family, model.config, heads, kind)
     plan = conversions_of(model.family, model.config, heads, architecture_of(model.family, kind))
-    elsewhere = draft_conversions_of(model.family, model.config) if has_draft_file(model) else []
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
-        _check_all_used(model, checkpoint, [*plan, *elsewhere])
+        _check_all_used(model, checkpoint, plan)
         metadata |= _source(model, checkpoint, plan)
         _write(model, checkpoint, file, gguf_type, metadata, plan)
 
@@ -57,6 +56,7 @@ def write_draft_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
     """
     metadata, plan = draft_metadata_of(model.family, model.config), draft_conversions_of(model.family, model.config)
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
+        _check_all_used(model, checkpoint, plan, of_drafter=True)
         _write(model, checkpoint, file, gguf_type, metadata, plan)
 
 
@@ -175,14 +175,17 @@ def _announce(writer: "GGUFWriter", name: str, shape: Sequence[int], kind: "GGML
         writer.add_tensor_info(name, stored, numpy.dtype(numpy.uint8), num_bytes, raw_dtype=kind)
 
 
-def _check_all_used(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion]) -> None:
-    """Check that every tensor of the checkpoint has a place in the file."""
+def _check_all_used(
+    model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion], *, of_drafter: bool = False
+) -> None:
+    """Check that every tensor of the checkpoint, or of its drafter in another file, has a place in the file."""
     used = {name for conversion in plan for name in conversion.hf}
     copies = {name for row in model.family.rows(model.config) for name in row.hf_copies}
     left = [
         name
         for name in checkpoint.entries
         if name not in used
+        and (not has_draft_file(model) or model.family.is_mtp(model.config, name) == of_drafter)
         and name not in copies
         and not model.family.is_carried(name)
         and not model.family.is_derived(name)

@@ -14,34 +14,35 @@ from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.loading.load_report import LoadReport, other_version
 from swiftlite.engines.served_model import fed_otherwise
 from swiftlite.families.resolved import HfModel
-from swiftlite.gguf.drafters import draft_architecture_of
 from swiftlite.gguf.examine import Examined, examine
+from swiftlite.gguf.write import draft_file_of
 
 
 def dry_load(config: EngineConfig) -> LoadReport:
     """Return the load report for a Hugging Face model, which is first converted to a GGUF file."""
     model = config.model
     try:
-        files = gguf_options(model, config.torch_dtype)
-        if "model_draft" in files:
-            return _of_two_files(Path(files["model"]), Path(files["model_draft"]), model)
+        files = gguf_options(model, config.torch_dtype, drafts=config.num_speculative_tokens != 0)
         return report_of(Path(files["model"]), model)
     except UserError as error:
         return LoadReport(_engine(), None, None, model.heads.layers, 0, problems=[error.problem])
 
 
-def _of_two_files(file: Path, draft_file: Path, model: HfModel) -> LoadReport:
-    """Return the load report for a trunk and a drafter in a file of its own. Both were written from `model`."""
-    name = draft_architecture_of(model.family, model.config).name
-    words = program()
+def _of_two_files(file: Path, draft_file: Path) -> LoadReport:
+    """Return the load report for a trunk and a drafter in a file of its own."""
+    target, draft = examine(file).architecture, examine(draft_file).architecture
+    words, problems = program(), []
     if words is not None:
-        load(words, file, name, draft_file)
+        try:
+            load(words, file, draft, draft_file)
+        except UserError as error:
+            problems.append(error.problem)
     verdict = "llama.cpp loads both files" if words else "not loaded, because llama.cpp is not installed"
-    return LoadReport(_engine(), examine(file).architecture, name, model.heads.layers, 1, verdict=verdict)
+    return LoadReport(_engine(), target, draft, 1, 1, verdict=verdict, problems=problems)
 
 
 def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
-    """Return the load report for a GGUF file of any origin.
+    """Return the load report for a GGUF file of any origin, with a drafter's file of `export --to_gguf` next to it.
 
     Args:
         model: the model from which the file was written, if it is known.
@@ -49,6 +50,8 @@ def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
     Raises:
         UserError: the file is damaged.
     """
+    if draft_file_of(file).is_file():
+        return _of_two_files(file, draft_file_of(file))
     found = examine(file)
     problems, notes = list(found.problems), list(found.notes)
     words = program()

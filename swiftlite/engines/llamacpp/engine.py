@@ -49,7 +49,7 @@ class LlamacppEngine:
             config.engine_kwargs,
             draws_drafts=config.draws_drafts,
         )
-        files = gguf_options(model, config.torch_dtype)
+        files = gguf_options(model, config.torch_dtype, drafts=numbers.heads > 0)
         self._url, port = free_url()
         given = {**files, "host": "127.0.0.1", "port": port, **options}
         self._running = ExitStack()

@@ -20,26 +20,27 @@ FORMAT = 2
 TYPES: dict[str, GgufType] = {"float32": "f32", "bfloat16": "bf16"}
 
 
-def gguf_options(model: HfModel, torch_dtype: str) -> dict[str, str]:
+def gguf_options(model: HfModel, torch_dtype: str, *, drafts: bool) -> dict[str, str]:
     """Return the options of llama-server that name the GGUF files of a model: the file that the user gave, or files in
     the cache.
 
     Args:
         torch_dtype: dtype of the matrices, unless the user gave a GGUF file.
+        drafts: whether the heads or the drafter draft; otherwise a drafter's own file is left out.
 
     Raises:
         UserError: llama.cpp does not support the model, or a file cannot be written.
     """
     if is_gguf(model.name):
         options = {"model": model.name}
-        if has_draft_file(model):
+        if drafts and has_draft_file(model):
             options["model_draft"] = str(draft_file_of(Path(model.name)))
         return options
     gguf_type = TYPES[torch_dtype]
     file = Path(constants.HF_HOME) / "swiftlite" / "gguf-written" / f"{_identity(model)}-{gguf_type}.gguf"
     _write_once(model, file, gguf_type, write_gguf)
     options = {"model": str(file)}
-    if has_draft_file(model):
+    if drafts and has_draft_file(model):
         draft = draft_file_of(file)
         _write_once(model, draft, gguf_type, write_draft_gguf)
         options["model_draft"] = str(draft)

@@ -18,6 +18,7 @@ from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.ngram import Ngrams, ngrams_of
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.server_command import ServerCommand, api_keys, flags
+from swiftlite.families import dflash
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.llamacpp import KINDS
 from swiftlite.gguf.architectures import metadata_of
@@ -115,6 +116,12 @@ def server_options(
     metadata_of(model.family, model.config, model.heads.layers, kind)  # checks that llama.cpp supports the model
     if numbers.heads:
         require_heads(model, KINDS)
+        if kind == dflash.KIND and numbers.heads > model.heads.drafts:
+            raise UserError(
+                f"--num_speculative_tokens {numbers.heads}: llama.cpp drafts at most the block of this DFlash drafter, "
+                f"{model.heads.drafts} tokens",
+                f"use {model.heads.drafts} or less, or train with --mtp_unroll {numbers.heads}",
+            )
         if model.heads.draft_vocab:
             logger.info("llama.cpp does not use the draft vocabulary of the heads: it drafts from all tokens")
     options: dict[str, Any] = {
