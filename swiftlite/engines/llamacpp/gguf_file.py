@@ -10,6 +10,7 @@ from huggingface_hub import constants
 
 from swiftlite.base.errors import UserError, reason_of
 from swiftlite.base.log import logger
+from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.types import GgufType
 from swiftlite.gguf.write import draft_file_of, has_draft_file, write_draft_gguf, write_gguf
@@ -70,11 +71,11 @@ def _write_once(
 
 
 def _identity(model: HfModel) -> str:
-    """Return a digest of the names, sizes and modification times of a model's files."""
+    """Return a digest of the names, sizes and modification times of a model's files, also of those of its drafter."""
     files = []
-    for path in sorted(model.directory.iterdir()):
+    for path in sorted([*model.directory.iterdir(), *(model.directory / DRAFT_FOLDER).glob("*")]):
         if path.suffix in (".json", ".safetensors", ".jinja"):
-            status = path.stat()
-            files.append((path.name, status.st_size, status.st_mtime_ns))
+            status, name = path.stat(), str(path.relative_to(model.directory))
+            files.append((name, status.st_size, status.st_mtime_ns))
     content = json.dumps([FORMAT, str(model.directory.resolve()), files])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
