@@ -21,6 +21,7 @@ from swiftlite.data.rows.image_parts import Message, Part
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.ngram import Ngrams
 from swiftlite.families.index import image_sizes
 from swiftlite.families.resolved import HfModel
 
@@ -155,8 +156,8 @@ def sequence_length(
         longest: maximum length of prompt and answer in tokens.
         max_model_len: the user's limit; None without one.
     """
-    # vLLM stops drafting if drafts do not fit: leave room after the last token.
-    drafts = 1 + (num_speculative_tokens or model.heads.drafts)
+    # vLLM stops drafting if drafts do not fit, also those from the text: leave room after the last token.
+    drafts = 1 + max(num_speculative_tokens or model.heads.drafts, Ngrams().max_tokens)
     return max_model_len or min(model.config["max_position_embeddings"], longest + drafts)
 
 

@@ -113,7 +113,7 @@ def served(request, trained, commands, mesh, tmp_path_factory) -> dict[Any, Any]
     needed = {*selected(request, "family", "num_tokens"), *CHOSEN}
     needed |= {(family, dict(CASES)[family]) for family in selected(request, "live")}
     cases = [case for case in CASES if case in needed]
-    models = {family: trained(family, 1, "sglang") for family in dict(cases)}
+    models: dict[Any, Any] = {family: trained(family, 1, "sglang") for family in dict(cases)}
     damaged = make_tiny_hf(folder / "damaged", "mimo", depth=1)
     tensors = load_file(damaged / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 5)
@@ -149,7 +149,7 @@ def served(request, trained, commands, mesh, tmp_path_factory) -> dict[Any, Any]
     conversations = {
         ("conversations", k): asks_twice | {"num_tokens": k, "temperature": 0.7} for k in selected(request, "drafted")
     }
-    eagle3 = {}
+    eagle3: dict[Any, Any] = {}
     for family, version in selected(request, "family", "version"):
         directory = folder / f"{family}-eagle{version}"
         prompts = write_drafted(directory / "model", family, version)

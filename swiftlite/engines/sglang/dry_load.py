@@ -116,7 +116,7 @@ def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
 def _load(loading: Loading, server_args: Any, is_draft_model: bool = False, number: int | None = None) -> nn.Module:
     with stage("SGLang rejected config.json"):
         folder = loading.draft_folder if is_draft_model else None
-        path = str(folder) if folder else None  # None: that of the trunk
+        path: Any = str(folder) if folder else None  # None: that of the trunk
         config = ModelConfig.from_server_args(server_args, model_path=path, is_draft_model=is_draft_model)
         load_config = LoadConfig(draft_model_idx=number)
         quantization = _get_quantization_config(config, load_config)
