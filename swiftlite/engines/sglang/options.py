@@ -15,6 +15,7 @@ import torch
 from swiftlite.base.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import MTP
+from swiftlite.base.json_file import read_json
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, HEADS_FILE
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
@@ -61,8 +62,10 @@ def _drafter_problem(model: HfModel) -> str | None:
         return f"SGLang is not supported for the drafter {kind!r}"
     if model.family.name not in trunks:
         return f"SGLang is not supported for the drafter {kind!r} of {model.family.name}, only of {', '.join(trunks)}"
-    if not (model.directory / DRAFT_FOLDER).is_dir():
-        return f"{model.directory} has no {DRAFT_FOLDER}/; export the run again: swiftlite export --to_hf"
+    own = model.directory / DRAFT_FOLDER / "config.json"
+    # SGLang would leave the output layer of older exports random.
+    if not own.is_file() or "eagle_config" not in read_json(own):
+        return f"{model.directory}/{DRAFT_FOLDER} is not for SGLang; export the run again: swiftlite export --to_hf"
     return None
 
 
@@ -157,7 +160,7 @@ def known_report(model: HfModel) -> LoadReport:
     known = SGLANG.convention_for(model.family)
     draft = None
     if model.heads.layers:
-        draft = known.draft if model.heads.kind == MTP else "LlamaForCausalLMEagle3"
+        draft = known.draft if model.heads.kind == MTP else model.heads.kind
     return LoadReport(
         engine="sglang 0.5.23 (not installed: its loaders were not run)",
         target=(model.config.get("architectures") or [None])[0],
