@@ -208,8 +208,7 @@ class _Speedup:
         answers, training = seconds[f"round-{number}/answers"], seconds[f"round-{number}/training"]
         fixed = seconds[f"round-{number}/export"]
         if number == 1 and only_fits(rounds[:1], self._own_heads):
-            # The next round is trained: three epochs on 74 prompts took 80 s, about as long as the answers.
-            training = max(training, answers)
+            training = max(training, budget.TRAINING_PER_ANSWERS * answers)  # the next round is trained
         else:
             report = self._directory / f"round-{number}" / "run" / "run_report.json"
             steps = min(read_result(report, seconds_of_steps) or training, training)
