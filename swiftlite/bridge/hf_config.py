@@ -24,7 +24,7 @@ REMOVE: Any = object()  # a change that removes the key
 TENSORS_FILE = "tensors.json"
 """File in `source/` of a run with dtype and shape of each tensor of the model that the run started from, by HF name."""
 DRAFT_FOLDER = "draft"
-"""Folder of an export with the heads as a draft class of vLLM reads them (`sft --draft_for vllm_stock`)."""
+"""Folder of an export with the heads, or another drafter, as an engine reads a separate draft model."""
 HEADS_FILE = f"{DRAFT_FOLDER}/model-mtp.safetensors"
 """File with the heads of an export that has this folder, under the names of the family. Engines do not read it."""
 _TEXT = "text_config"

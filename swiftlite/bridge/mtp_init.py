@@ -12,7 +12,7 @@ Initial values do not depend on the tensor-parallel size.
 
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -25,6 +25,8 @@ from swiftlite.bridge.rows import HfConfig, Row, RowTable
 Fill = Callable[[Shard], None]
 STATE_FACTOR = 0.2
 """Factor of the trunk's state in a new projection, see `_pass_through`."""
+_MODULE = re.compile(r"mtp\.layers\.\d+\.([a-z_.]+?)(?:\.\d+)?\.weight")
+"""Megatron name of a weight in a head, with the module without its number in a list, such as that of `hnorm.1`."""
 
 
 def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
@@ -45,23 +47,32 @@ def _size(row: Row) -> int:
     return sum(map(prod, row.hf.values()))
 
 
-def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:
-    """Return functions that fill head parameters that `copied_rows` does not cover, by Megatron name. Not every drafter
-    has all of them.
+def pass_through(names: Iterable[str], norm_start: float) -> dict[str, Fill]:
+    """Return functions that fill head parameters that `copied_rows` does not cover, by Megatron name.
+
+    Args:
+        names: Megatron names; those of other parameters are left out.
+        norm_start: weight of a norm that changes nothing.
     """
 
     def start(shard: Shard) -> None:
         shard.tensor.fill_(norm_start)
 
-    fills: dict[str, Fill] = {}
-    for head in range(depth):
-        fills[f"mtp.layers.{head}.enorm.weight"] = start
-        fills[f"mtp.layers.{head}.hnorm.weight"] = start
-        fills[f"mtp.layers.{head}.eh_proj.weight"] = _pass_through
-        for part, factor in (("embedding", 1.0), ("first", STATE_FACTOR), ("later", STATE_FACTOR)):
-            fills[f"mtp.layers.{head}.eh_proj.{part}.weight"] = partial(_multiply, factor=factor)
-        fills[f"mtp.layers.{head}.fc.weight"] = _last_feature
-    return fills
+    fills: dict[str, Fill] = {
+        "enorm": start,
+        "hnorm": start,
+        "eh_proj": _pass_through,
+        "eh_proj.embedding": partial(_multiply, factor=1.0),
+        "eh_proj.first": partial(_multiply, factor=STATE_FACTOR),
+        "eh_proj.later": partial(_multiply, factor=STATE_FACTOR),
+        "fc": _last_feature,
+    }
+    found = {}
+    for name in names:
+        module = _MODULE.fullmatch(name)
+        if module is not None and module[1] in fills:
+            found[name] = fills[module[1]]
+    return found
 
 
 def random_tensors(row: Row, std: float, seed: int, norm_start: float) -> dict[str, torch.Tensor]:

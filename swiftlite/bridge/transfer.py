@@ -270,8 +270,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
         others = {row.mcore: row for row in _head_rows(family, hf_config, depth)}
         for row in borrowed:
             del others[row.mcore]
-        fills = fresh_heads.pass_through(depth, family.norm_start)
-        fills = {name: fill for name, fill in fills.items() if name in others}
+        fills = fresh_heads.pass_through(others, family.norm_start)
         drawn = [row for name, row in others.items() if name not in fills]
         return _Sources(trunk, borrowed=borrowed, drawn=drawn, fills=fills, dropped=dropped)
     heads = _head_rows(family, hf_config, depth)

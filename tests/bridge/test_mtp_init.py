@@ -15,16 +15,16 @@ def test_the_projection_passes_the_embedding_through(tp_size):
     for rank in range(tp_size):
         name = "mtp.layers.1.eh_proj.weight"
         part = Shard(name, torch.full((8 // tp_size, 16), torch.nan), partition_dim=0, tp_rank=rank, tp_size=tp_size)
-        pass_through(depth=2, norm_start=1.0)[name](part)
+        pass_through([name], norm_start=1.0)[name](part)
         parts.append(part.tensor)
     assert torch.equal(torch.cat(parts), torch.cat([torch.eye(8), 0.2 * torch.eye(8)], dim=1))
 
 
 @pytest.mark.parametrize("start", [0.0, 1.0])
 def test_norms_without_a_counterpart_change_nothing(start):
-    for name in ("enorm", "hnorm"):
+    for name in ("enorm", "hnorm", "hnorm.2"):
         norm = Shard(f"mtp.layers.0.{name}.weight", torch.full((8,), torch.nan))
-        pass_through(depth=1, norm_start=start)[norm.name](norm)
+        pass_through([norm.name], norm_start=start)[norm.name](norm)
         assert torch.equal(norm.tensor, torch.full((8,), start))
 
 
