@@ -82,7 +82,9 @@ def _speedup(bench: Mapping[str, Any], place: int, choice: Mapping[str, Any]) ->
     dtype = bench["options"]["torch_dtype"]
     if dtype != "float32" and measured["answers_equal"] < bench["prompts"]:
         # A step with drafts computes several tokens at once, and the sums of its matrix products have another order.
-        lines.append(f"  the others differ by rounding in {dtype}: swiftlite infer --compare --torch_dtype float32")
+        lines.append(
+            f"  rounding in {dtype} can change answers; to rule it out: swiftlite infer --compare --torch_dtype float32"
+        )
     return lines
 
 
