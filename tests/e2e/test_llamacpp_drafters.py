@@ -3,6 +3,7 @@ an independent reference."""
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.e2e.test_llamacpp import NEW_TOKENS, check_requests
 from tests.engines.dflash_reference import DFlashReference
 from tests.engines.drafter_reference import DrafterReference
 from tests.engines.eagle3_reference import Eagle3Reference
-from tests.engines.llamacpp_reference import Request
+from tests.engines.llamacpp_reference import Request, Slot
 from tests.llamacpp_here import needs_llamacpp
 from tests.tiers import some_of
 
@@ -45,24 +46,29 @@ CASES = [("dflash", family, 3) for family in TRUNKS] + [("eagle3", family, 3) fo
 CASES += [("dflash", "llama", 1), ("eagle3", "qwen3", 1)]
 
 
+@dataclass
+class DrafterSlot(Slot):
+    """A request with a drafter that reads features. Drafts of a block depend on its size.
+
+    Attributes:
+        block: number of drafts that are computed, also if fewer tokens are left.
+    """
+
+    block: int = 0
+
+    @torch.no_grad()
+    def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
+        if not num_tokens:
+            return []
+        logits = self.reference.draft_logits_at(tokens, [len(tokens)], self.block, self.before_BSH)
+        return logits[0].argmax(-1).tolist()[:num_tokens]
+
+
+@torch.no_grad()
 def expected_of(reference: DrafterReference, prompt: list[int], row: list[int], num_tokens: int) -> Request:
-    """Return the tokens and counts of a request. llama.cpp drafts at most the tokens that are left, except for the
-    last, which the verification of the others gives."""
     states, _ = reference.trunk_states(torch.tensor([prompt + row]))
-    done, drafted, accepted = 1, 0, 0
-    while done < NEW_TOKENS:
-        tokens = prompt + row[:done]
-        most = min(num_tokens, NEW_TOKENS - done - 1)
-        drafts: list[int] = []
-        if most:
-            drafts = reference.draft_logits_at(tokens, [len(tokens)], num_tokens, states)[0].argmax(-1).tolist()[:most]
-        hits = 0
-        while hits < len(drafts) and drafts[hits] == row[done + hits]:
-            hits += 1
-        drafted += len(drafts)
-        accepted += hits
-        done += hits + 1
-    return Request(row[:NEW_TOKENS], drafted, accepted)
+    slot = DrafterSlot(reference, states, computes_again=False, block=num_tokens)
+    return slot.answer(prompt, row, NEW_TOKENS, num_tokens, 0)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +79,6 @@ def test_requests_equal_the_reference(kind, family, num_tokens, tmp_path, monkey
     directory = tmp_path / "model"
     reference, prompts = WRITERS[kind](directory, family)
     rows = reference.greedy_rows(prompts, NEW_TOKENS + num_tokens + 1)
-    with torch.no_grad():
-        expected = [expected_of(reference, *pair, num_tokens) for pair in zip(prompts, rows, strict=True)]
+    expected = [expected_of(reference, *pair, num_tokens) for pair in zip(prompts, rows, strict=True)]
     report = dry_load(check_requests(directory, prompts, num_tokens, expected))
     assert (report.problems, report.target, report.draft) == ([], TRUNKS[family], kind)

@@ -49,7 +49,7 @@ def requests(
         states, _ = reference.trunk_states(torch.tensor([prompt + row]))
         if first is None:
             first = torch.zeros_like(states[:, :1])
-        slot = _Slot(reference, torch.cat((first, states), dim=1).detach(), computes_again)
+        slot = Slot(reference, torch.cat((first, states), dim=1).detach(), computes_again)
         results.append(slot.answer(prompt, row, max_new_tokens, num_tokens, num_text_tokens))
         last = len(prompt) + max_new_tokens - 2
         first = states[:, last : last + 1].detach()
@@ -72,7 +72,7 @@ def from_text(tokens: list[int], number: int, match: int = 2) -> list[int]:
 
 
 @dataclass
-class _Slot:
+class Slot:
     """The state of a request.
 
     Attributes:
@@ -91,7 +91,7 @@ class _Slot:
             tokens = prompt + row[:done]
             # The verified step also gives the token after the drafts, so the last token needs no draft.
             most = max_new_tokens - done - 1
-            drafts = from_text(tokens, num_text_tokens)[:most] or self._draft(tokens, min(num_tokens, most))
+            drafts = from_text(tokens, num_text_tokens)[:most] or self.draft(tokens, min(num_tokens, most))
             hits = 0
             while hits < len(drafts) and drafts[hits] == row[done + hits]:
                 hits += 1
@@ -105,7 +105,7 @@ class _Slot:
         return Request(row[:max_new_tokens], drafted, accepted)
 
     @torch.no_grad()
-    def _draft(self, tokens: list[int], num_tokens: int) -> list[int]:
+    def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
         ids = list(tokens)
         read = self.before_BSH[:, : len(ids)]
         for _ in range(num_tokens):
