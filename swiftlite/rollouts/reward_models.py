@@ -135,13 +135,13 @@ class RewardsWithModels:
         process: reward functions and servers.
         models: the reward models.
         names: names of functions, then of models and of servers, in the order of the results.
-        place: number of functions.
+        num_functions: number of reward functions.
     """
 
     process: RewardProcess
     models: Sequence[RewardModel]
     names: Sequence[str]
-    place: int
+    num_functions: int
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -171,5 +171,5 @@ class RewardsWithModels:
         with handled_later():
             ask_other_ranks(rows)
             found = all_scores(self.models, rows)
-        rewards = [*scored.rewards[: self.place], *found, *scored.rewards[self.place :]]
+        rewards = [*scored.rewards[: self.num_functions], *found, *scored.rewards[self.num_functions :]]
         return replace(scored, rewards=rewards)
