@@ -18,8 +18,7 @@ from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
 
@@ -112,12 +111,7 @@ class FeatureDraft(models.MtpDraft):
             embedding_multiplier=self.embedding_multiplier,
             norm=self.norm_class,
         )
-        size = (self.config.vocab_size, self.config.hidden_size)
-        self.lm_head: Any = ParallelLMHead(*size, prefix=maybe_prefix(prefix, "lm_head"))
-        self.logits_scale = 1.0 / getattr(self.config, "logits_scaling", 1.0)
-        self.logits_processor = LogitsProcessor(self.config.vocab_size, scale=self.logits_scale)
-        self._drafted = torch.tensor(heads_of(self.config).draft_vocab, dtype=torch.int64)
-        self._drafted_rows = None
+        self.add_output_layer(prefix)
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return what the first draft reads, [T, H], from the states [T, (F + 1) * H] of the trunk."""
