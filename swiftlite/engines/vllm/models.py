@@ -258,7 +258,9 @@ class MtpDraft(nn.Module):
     def add_output_layer(self, prefix: str) -> None:
         """Create what `compute_logits` uses, for `self.config`."""
         config = self.config
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
+        self.lm_head: Any = ParallelLMHead(
+            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
+        )
         self.logits_scale = 1.0 / getattr(config, "logits_scaling", 1.0)
         cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.logits_cap = cap
