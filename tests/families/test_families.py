@@ -991,11 +991,11 @@ def test_layers_without_indexers():
         shared = {"num_hidden_layers": 9, "index_topk_freq": 4, "index_skip_topk_offset": offset}
         written = CLASSES["glm_moe_dsa"][0](**OWN_SIZES["glm_moe_dsa"], **shared).to_dict()
         architecture = families.get(written).architecture(written)
-        kinds = ["full" if layer.attention.longest_sequence else "shared" for layer in architecture.layers]
+        kinds = ["full" if has_indexer(layer) else "shared" for layer in architecture.layers]
         assert kinds == written["indexer_types"]
         last_full = max(n for n, kind in enumerate(kinds) if kind == "full")
         assert architecture.mtp_sources == (last_full, last_full)
-        assert architecture.longest_sequence == 2048
+        assert architecture.index_topk == 2048
         with pytest.raises(UserError, match=naming("indexer_types")):
             families.get(written | {"indexer_types": [*kinds[1:], kinds[0]]})
     with pytest.raises(UserError, match=naming("index_topk_freq")):

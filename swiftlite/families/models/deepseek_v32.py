@@ -1,7 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention (DSA), whose indexer selects the tokens that each token sees.
-
-Sequences of up to `index_topk` tokens are supported, in which the indexer selects all tokens (`attention.Indexer`).
-"""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention (DSA), whose indexer selects the tokens that each token sees."""
 
 from swiftlite.families import dense, moe
 from swiftlite.families.attention import Indexer
@@ -69,13 +66,19 @@ def indexer_types(hf_config: HfConfig) -> list[str]:
     return kinds
 
 
-def layer(hf_config: HfConfig, number: int) -> Layer:
-    """Return decoder layer `number`, from 0."""
-    indexer = None
-    if indexer_types(hf_config)[number] == "full":
-        indexer = Indexer(
-            heads=hf_config["index_n_heads"], head_dim=hf_config["index_head_dim"], topk=hf_config["index_topk"]
-        )
+def layer(hf_config: HfConfig, number: int, *, rope_interleave: bool = False) -> Layer:
+    """Return decoder layer `number`, from 0.
+
+    Args:
+        rope_interleave: `Indexer.rope_interleave`.
+    """
+    indexer = Indexer(
+        heads=hf_config["index_n_heads"],
+        head_dim=hf_config["index_head_dim"],
+        topk=hf_config["index_topk"],
+        rope_interleave=rope_interleave,
+        is_shared=indexer_types(hf_config)[number] == "shared",
+    )
     return Layer(deepseek_v3.attention(hf_config, indexer), moe.mlp(hf_config, number))
 
 
