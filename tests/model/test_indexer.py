@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
+from swiftlite.acceptance import greedy
 from swiftlite.args.fields import IndexerArgs, RecomputeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import load_hf, save_hf
@@ -32,6 +33,9 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 # With this number of heads, no score is 0 because no head has a positive product. Of equal scores, torch selects any.
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "index_topk": TOPK, "index_n_heads": 16}
 SHARED: dict[str, Any] = {"num_hidden_layers": 5, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+LAST_IS_FULL: dict[str, dict[str, int]] = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), {})
+LAST_IS_FULL["glm_moe_dsa shared"] = {"num_hidden_layers": 7}
+"""Numbers of layers with which the last one has an indexer, which `make_tiny_hf` copies into heads."""
 MODELS = {"deepseek_v32": {}, "glm_moe_dsa": {}, "glm_moe_dsa shared": SHARED}
 
 
@@ -250,21 +254,45 @@ def test_training_only_indexers(tmp_path, mesh, model):
     mean.backward()
     gradients = hf_gradients(ours, directory, tmp_path / "out")
     compare(gradients, theirs, only_indexers=True)
-    assert not any(gradient.any() for name, gradient in gradients.items() if ".indexer." not in name)
+    trunk = {name for name, _ in theirs.model.named_parameters() if ".indexer." not in name} & gradients.keys()
+    assert trunk
+    assert not any(gradients[name].any() for name in trunk)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_rows_are_single_rows(tmp_path, mesh, model):
-    directory = make_model(tmp_path, model, depth=1)
-    ours = load_megatron(directory, mesh, torch.float32)
+    directory = make_model(tmp_path, model, depth=1, **LAST_IS_FULL[model])
+    (ours,), _ = open_model(resolve(directory), mesh, dtype=torch.float32)
+    ours.eval()
     samples = samples_of(LENGTHS)
     with torch.no_grad():
-        packed = forward(ours, collate_packed(samples, 3, num_drafts=1, pad_each_to_multiple_of=8))
+        packed = forward(ours, collate_packed(samples, 3, num_drafts=1, pad_each_to_multiple_of=8, pad_to_multiple_of=8))
         single = [forward(ours, collate([sample], 3, num_drafts=1)) for sample in samples]
     for of_packed, of_single in zip((packed.main, *packed.mtp), zip(*((s.main, *s.mtp) for s in single)), strict=True):
         losses = torch.cat([each.loss_BS[0] for each in of_single])
         is_real = of_packed.loss_BS != 0
         torch.testing.assert_close(of_packed.loss_BS[is_real], losses[losses != 0], **CLOSE)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decoding_selects(tmp_path, mesh, model, monkeypatch):
+    """Of rows of different lengths, in passes of at most 10 tokens; tokens and drafts are those of whole rows."""
+    directory = make_model(tmp_path, model, depth=1, **LAST_IS_FULL[model])
+    (ours,), _ = open_model(resolve(directory), mesh, dtype=torch.float32)
+    ours.eval()
+    monkeypatch.setattr("swiftlite.acceptance.greedy.MAX_PASS_TOKENS", 10)
+    rows = [greedy.GreedyRow.of(range(3, 3 + length), 30, LENGTH) for length in (25, 7)]
+    decoding = greedy.GreedyRows([ours], mesh, rows, ())
+    while decoding.num_unfinished:
+        decoding.step()
+    drafts = {id(row): tokens_KS for row, tokens_KS in decoding.drafts(1)}
+    for row in rows:
+        ids = torch.tensor(row.tokens)[None]
+        with torch.no_grad():
+            logits = ours(ModelInputs(ids, torch.arange(ids.size(1))[None], [ids.roll(-1, 1)]))
+        assert len(row.tokens) == row.first + 30
+        assert row.tokens[row.first :] == logits.main[0, row.first - 1 : -1].argmax(-1).tolist()
+        assert drafts[id(row)][0].tolist() == logits.mtp[0][0, row.first - 1 : -1].argmax(-1).tolist()
 
 
 def of_indexers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
