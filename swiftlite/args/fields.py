@@ -443,12 +443,12 @@ class IndexerArgs:
     """Sparse attention"""
 
     indexer_mode: Literal["frozen", "joint", "indexer_only"] = "frozen"
-    """Training of the indexers of sparse attention (DSA), which select the tokens that each token sees. frozen: they are
-    not trained. joint: they are trained with the model, by their own loss over the selected tokens. indexer_only: only
-    indexers are trained, with attention to all tokens, as before the first training with sparse attention."""
+    """Training of the indexers of sparse attention (DSA), which select the tokens that each token sees. frozen: they
+    are not trained. joint: they are trained with the model, by their own loss over the selected tokens. indexer_only:
+    only indexers are trained, with attention to all tokens, as before the first training with sparse attention."""
     indexer_loss_coeff: bounds.PositiveFloat = 1.0
-    """Weight of the loss of indexers, which is a mean over tokens and a sum over layers. It has no gradient with respect
-    to the rest of the model."""
+    """Weight of the loss of indexers, which is a mean over tokens and a sum over layers. It has no gradient with
+    respect to the rest of the model."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from swiftlite import families
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.families import dense, index
+from swiftlite.families.architecture import has_indexer
 from swiftlite.families.windows import KINDS
 from tests.messages import mentions, naming
 from tests.tiny import (

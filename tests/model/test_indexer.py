@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-
 from swiftlite.acceptance import greedy
 from swiftlite.args.fields import IndexerArgs, RecomputeArgs
 from swiftlite.base.heads import Heads
@@ -25,7 +24,7 @@ from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.loss.balance import Balance
 from swiftlite.model.open import build_hf_model, open_model
 from tests.model.test_logits import ids_and_positions, load_megatron, load_transformers
-from tests.tiny import DSA, make_tiny_hf
+from tests.tiny import make_tiny_hf
 
 TOPK, LENGTH = 16, 64
 NAMES = {"wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"}
@@ -33,10 +32,9 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 # With this number of heads, no score is 0 because no head has a positive product. Of equal scores, torch selects any.
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "index_topk": TOPK, "index_n_heads": 16}
 SHARED: dict[str, Any] = {"num_hidden_layers": 5, "index_topk_freq": 4, "index_skip_topk_offset": 3}
-LAST_IS_FULL: dict[str, dict[str, int]] = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), {})
-LAST_IS_FULL["glm_moe_dsa shared"] = {"num_hidden_layers": 7}
-"""Numbers of layers with which the last one has an indexer, which `make_tiny_hf` copies into heads."""
-MODELS = {"deepseek_v32": {}, "glm_moe_dsa": {}, "glm_moe_dsa shared": SHARED}
+MODELS: dict[str, dict[str, Any]] = {"deepseek_v32": {}, "glm_moe_dsa": {}, "glm_moe_dsa shared": SHARED}
+# The last layer has an indexer, because `make_tiny_hf` creates heads like this layer.
+WITH_HEADS = MODELS | {"glm_moe_dsa shared": SHARED | {"num_hidden_layers": 7}}
 
 
 def make_model(directory: Path, model: str = "deepseek_v32", **options: Any) -> Path:
@@ -261,23 +259,24 @@ def test_training_only_indexers(tmp_path, mesh, model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_rows_are_single_rows(tmp_path, mesh, model):
-    directory = make_model(tmp_path, model, depth=1, **LAST_IS_FULL[model])
+    directory = make_model(tmp_path, model, depth=1, **WITH_HEADS[model])
     (ours,), _ = open_model(resolve(directory), mesh, dtype=torch.float32)
     ours.eval()
     samples = samples_of(LENGTHS)
+    batch = collate_packed(samples, 3, num_drafts=1, pad_each_to_multiple_of=8, pad_to_multiple_of=8)
     with torch.no_grad():
-        packed = forward(ours, collate_packed(samples, 3, num_drafts=1, pad_each_to_multiple_of=8, pad_to_multiple_of=8))
+        packed = forward(ours, batch)
         single = [forward(ours, collate([sample], 3, num_drafts=1)) for sample in samples]
-    for of_packed, of_single in zip((packed.main, *packed.mtp), zip(*((s.main, *s.mtp) for s in single)), strict=True):
-        losses = torch.cat([each.loss_BS[0] for each in of_single])
-        is_real = of_packed.loss_BS != 0
-        torch.testing.assert_close(of_packed.loss_BS[is_real], losses[losses != 0], **CLOSE)
+    for part in (lambda losses: losses.main, lambda losses: losses.mtp[0]):
+        together = part(packed).loss_BS
+        apart = torch.cat([part(losses).loss_BS[0] for losses in single])
+        torch.testing.assert_close(together[together != 0], apart[apart != 0], **CLOSE)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_decoding_selects(tmp_path, mesh, model, monkeypatch):
     """Of rows of different lengths, in passes of at most 10 tokens; tokens and drafts are those of whole rows."""
-    directory = make_model(tmp_path, model, depth=1, **LAST_IS_FULL[model])
+    directory = make_model(tmp_path, model, depth=1, **WITH_HEADS[model])
     (ours,), _ = open_model(resolve(directory), mesh, dtype=torch.float32)
     ours.eval()
     monkeypatch.setattr("swiftlite.acceptance.greedy.MAX_PASS_TOKENS", 10)

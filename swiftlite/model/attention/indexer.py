@@ -9,9 +9,9 @@ section 2.1.1) is a divergence for each query, over the keys that the query sees
 
     KL( mean over attention heads of the attention to the keys || softmax of the scores )
 
-All tensor-parallel ranks compute the whole indexer. Scores exist only for a block of queries at a time: the forward pass
-also computes the gradients of the loss with respect to the indexer's parameters, and the backward pass only multiplies
-them.
+All tensor-parallel ranks compute the whole indexer. Scores exist only for a block of queries at a time: the forward
+pass also computes the gradients of the loss with respect to the indexer's parameters, and the backward pass only
+multiplies them.
 
 Shapes: S sequence, B batch, H hidden size, L latent of queries, I heads of the indexer, C channels of its heads; Q
 queries of a block and K keys of one sequence, N attention heads on this tensor-parallel rank, D their channels.
@@ -31,7 +31,7 @@ from swiftlite.model.attention.rope import rotation
 from swiftlite.runtime.mesh import Mesh
 
 BLOCK = 2**26
-"""Maximum number of scores of all heads, or of attention scores, that exist at a time. In float32, a block has 256 MB."""
+"""Maximum number of scores of all heads, or of attention scores, that exist at a time: 256 MB in float32."""
 
 
 class Place(NamedTuple):
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """What the indexer computes for tokens: queries [S, B, I, C], keys [K, B, C], and weights of its heads [S, B, I]."""
+    """What the indexer computes: queries [S, B, I, C], keys [K, B, C], and weights of its heads [S, B, I]."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -175,7 +175,8 @@ class _Pass:
     ) -> torch.Tensor:
         """Return `out` unchanged, with the loss of the indexer attached, or added to `Selections.losses`."""
         indexer, tokens = self.module.indexer, self.selections.tokens
-        assert indexer is not None and tokens is not None
+        assert indexer is not None
+        assert tokens is not None
         sequence_SB = self._on_all_sequence_ranks(tokens.sequence_SB)
         weight_SB = (sequence_SB >= 0).float() * tokens.mean_weight
         mean = loss_of(indexer, index, teacher, places, selected, weight_SB)
@@ -321,7 +322,7 @@ class _Attend(torch.autograd.Function):
         ctx.of_call = places, selected, scale
         out = query.new_zeros(*query.shape[:3], value.size(-1))
         for block, own in _blocks(places, selected):
-            out[block.queries, block.query_row] = _attend_block(*_parts(block, query, key, value), block, own, scale)
+            out[block.queries, block.query_row] = _attend_block(_parts(block, query, key, value), block, own, scale)
         return out
 
     @staticmethod
@@ -334,7 +335,7 @@ class _Attend(torch.autograd.Function):
         for block, own in _blocks(places, selected):
             parts = [part.detach().requires_grad_() for part in _parts(block, query, key, value)]
             with torch.enable_grad():
-                out = _attend_block(*parts, block, own, scale)
+                out = _attend_block(parts, block, own, scale)
             of_query, of_key, of_value = torch.autograd.grad(out, parts, grad[block.queries, block.query_row])
             grad_query[block.queries, block.query_row] = of_query
             grad_key[block.keys, block.key_row] += of_key
@@ -360,15 +361,15 @@ def _parts(block: Place, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 
 def _attend_block(
-    query_QND: torch.Tensor,
-    key_KND: torch.Tensor,
-    value_KNV: torch.Tensor,
-    block: Place,
-    selected: torch.Tensor | None,
-    scale: float,
+    parts: Sequence[torch.Tensor], block: Place, selected: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Return the attention [Q, N, V] of a block."""
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_QND, key_KND, value_KNV))
+    """Return the attention [Q, N, V] of a block.
+
+    Args:
+        parts: result of `_parts`.
+        selected: the keys that are selected for the queries; None: all keys before them.
+    """
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in parts)
     is_causal = selected is None and block.num_queries == block.num_keys
     mask = None if is_causal else visible(block, selected, query.device)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
