@@ -12,6 +12,7 @@ from annotated_types import Interval
 from swiftlite.args import bounds
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
+IndexerMode = Literal["frozen", "joint", "indexer_only"]
 MtpMode = Literal["joint", "heads_only"]
 MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
 TransformerImpl = Literal["local", "transformer_engine"]
@@ -442,7 +443,7 @@ class MoeArgs:
 class IndexerArgs:
     """Sparse attention"""
 
-    indexer_mode: Literal["frozen", "joint", "indexer_only"] = "frozen"
+    indexer_mode: IndexerMode = "frozen"
     """Training of the indexers of sparse attention (DSA), which select the tokens that each token sees. frozen: they
     are not trained. joint: they are trained with the model, by their own loss over the selected tokens. indexer_only:
     only indexers are trained, with attention to all tokens, as before the first training with sparse attention."""

@@ -384,7 +384,8 @@ class LatentAttention:
             up = 0
         result = heads * self.v_head_dim
         core = rank.itemsize * rank.tokens * (up + result)
-        return down + core + _softmax_statistics(rank, self.heads)
+        selection = self.indexer.selection_bytes(rank) if self.indexer else 0
+        return down + core + selection + _softmax_statistics(rank, self.heads)
 
     @property
     def _key_size(self) -> int:

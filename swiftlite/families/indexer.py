@@ -1,9 +1,15 @@
 """The indexer of DeepSeek sparse attention (DSA). Does not import torch."""
 
 from dataclasses import dataclass
-from math import prod
 
-from swiftlite.bridge.rows import Row, shapes_of
+from swiftlite.bridge.rows import Row
+from swiftlite.families.rank import FLOAT32, Rank
+
+BLOCK = 2**26
+"""Maximum number of scores of all heads, or of attention scores, that exist at a time: 256 MB in float32."""
+_INDEX_BYTES = 4
+_COPIES = 4
+"""Number of copies of these scores, such as before and after the ReLU."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,22 @@ class Indexer:
             ),
         ]
 
-    def macs_per_token(self, hidden: int, q_lora_rank: int) -> int:
-        """Return the multiply-adds of the projections for a token, with the arguments of `rows`."""
-        return sum(prod(shape) for shape in shapes_of(self.rows(hidden, q_lora_rank)).values() if len(shape) == 2)
-
     def macs_per_pair(self) -> int:
         """Return the multiply-adds of the scores for a pair of tokens."""
         return 0 if self.is_shared else self.heads * (self.head_dim + 1)
+
+    def selection_bytes(self, rank: Rank) -> int:
+        """Return the bytes of the selected tokens, which are stored until the backward pass."""
+        if self.is_shared or not self.selects(rank.length * rank.cp):
+            return 0
+        return rank.tokens * self.topk * _INDEX_BYTES
+
+    def block_bytes(self, length: int) -> int:
+        """Return the bytes of temporary scores for rows of `length` tokens."""
+        if not self.selects(length):
+            return 0
+        return _COPIES * FLOAT32 * min(BLOCK, self.heads * length**2)
+
+    def selects(self, length: int) -> bool:
+        """Return whether some tokens of a row of `length` tokens do not see all tokens before them."""
+        return length > self.topk

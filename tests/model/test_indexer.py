@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance import greedy
@@ -196,6 +197,7 @@ def trained_step(directory: Path, mesh, batch: Batch, mode: str, recompute: dict
         recompute=RecomputeArgs(**recompute),
     )
     model.train()
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))  # as megatron-core's schedules do
     losses = forward(model, batch, Balance([sum(LENGTHS)], divisor=1))
     losses.main.loss_BS.sum().backward()
     return model

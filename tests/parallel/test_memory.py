@@ -228,6 +228,31 @@ def test_indexers(ranks):
     assert estimated.parameters - without.parameters == 5 * per_layer
 
 
+@pytest.mark.parametrize(
+    ("mode", "recompute"),
+    [("frozen", "none"), ("frozen", "full"), ("joint", "none"), ("indexer_only", "none")],
+)
+def test_selections(mode, recompute):
+    """Layers store the tokens that indexers select, and with recomputation only those that other layers use."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 24, "index_topk": 128}
+    shared = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
+    hf_config = config("glm_moe_dsa", **OWN_SIZES["glm_moe_dsa"] | sizes | shared)
+    setup = Setup(
+        **ROWS | {"max_length": 256},
+        parameter_bytes=4,
+        indexer_mode=mode,
+        recompute=RecomputeArgs(recompute, "uniform", 1),  # type: ignore[arg-type]
+    )
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure, hf_config, setup)
+    for name in EXACT:
+        assert getattr(measured, name) == getattr(estimated, name)
+    if mode == "frozen":
+        assert estimated.activations == pytest.approx(measured.activations, rel=0.01)
+        (short,) = estimate(hf_config | {"index_topk": 256}, setup)
+        assert estimated.activations - short.activations == 2 * 2 * 256 * 128 * 4  # two layers select
+
+
 def test_gradients_in_bfloat16():
     setup = Setup(
         micro_batch_size=2,

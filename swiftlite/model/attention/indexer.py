@@ -27,11 +27,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from swiftlite.families import indexer as families
+from swiftlite.families.indexer import BLOCK
 from swiftlite.model.attention.rope import rotation
 from swiftlite.runtime.mesh import Mesh
-
-BLOCK = 2**26
-"""Maximum number of scores of all heads, or of attention scores, that exist at a time: 256 MB in float32."""
 
 
 class Place(NamedTuple):

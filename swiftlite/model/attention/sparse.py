@@ -44,6 +44,7 @@ class Selections:
         cache: in decoding, the KV cache of the rows.
         tokens: the tokens of the pass, for the loss of indexers; None: no loss is computed.
         by_layer: result of `select` for each layer (from 1) with an indexer.
+        are_shared: whether layers use selections of earlier layers.
         losses: losses of indexers in a trunk that is computed without gradients; None: they are attached to the output
             of the attention.
     """
@@ -51,6 +52,7 @@ class Selections:
     cache: Cache | None = None
     tokens: RoutedTokens | None = None
     by_layer: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
+    are_shared: bool = False
     losses: list[torch.Tensor] | None = None
 
     def before(self, layer: int) -> list[torch.Tensor | None]:
@@ -72,9 +74,11 @@ def in_place_of_mask(
     Args:
         is_frozen: whether the layers are computed without gradients.
     """
-    if any(isinstance(layer.self_attention, SparseAttention) for layer in layers):
-        return Selections(cache, tokens, losses=[] if is_frozen else None)
-    return cache
+    sparse = [layer.self_attention for layer in layers if isinstance(layer.self_attention, SparseAttention)]
+    if not sparse:
+        return cache
+    are_shared = any(attention.indexer is None for attention in sparse)
+    return Selections(cache, tokens, are_shared=are_shared, losses=[] if is_frozen else None)
 
 
 @dataclass
@@ -131,7 +135,9 @@ class _Pass:
         if module.indexer is not None and (is_long or kept is not None or self.learns):
             index = self._index(module.indexer, lengths, group)
         if is_long and index is not None:
-            selected = self.selections.by_layer[module.layer_number] = select(index, places, module.topk)
+            selected = select(index, places, module.topk)
+            if self.selections.are_shared:
+                self.selections.by_layer[module.layer_number] = selected
         elif is_long:
             selected = self.selections.before(module.layer_number)
         if module.config.indexer_is_alone and module.training:
