@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """What the indexer computes: queries [S, B, I, C], keys [K, B, C], and weights of its heads [S, B, I]."""
+    """Hold what an indexer computes: queries [S, B, I, C], keys [K, B, C], and weights of its heads [S, B, I]."""
 
     query: torch.Tensor
     key: torch.Tensor
