@@ -238,7 +238,8 @@ def test_selections(mode, recompute):
     shared = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
     hf_config = config("glm_moe_dsa", **OWN_SIZES["glm_moe_dsa"] | sizes | shared)
     setup = Setup(
-        **ROWS | {"max_length": 256},
+        micro_batch_size=2,
+        max_length=256,
         parameter_bytes=4,
         indexer_mode=mode,
         recompute=RecomputeArgs(recompute, "uniform", 1),  # type: ignore[arg-type]

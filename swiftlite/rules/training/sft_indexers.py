@@ -48,7 +48,7 @@ def long_rows_have_selections(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     shorter = f"use --max_length {topk}"
     if heads.layers and heads.unroll > 1:
         yield f"--mtp_unroll {heads.unroll}: drafts do not select tokens, but {why}", f"{shorter}, or --mtp_unroll 1"
-    if heads.kind == MTP_FEATURES:
+    if args.mtp_features or heads.kind == MTP_FEATURES:
         problem = f"--mtp_features: heads with features do not select tokens, but {why}"
         yield problem, f"{shorter}, or remove --mtp_features"
     if args.stream_trunk and _shares(architecture):
