@@ -57,7 +57,6 @@ class GroupedQueryAttention:
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = False
-    indexer: ClassVar[None] = None
 
     hidden: int
     heads: int
@@ -83,6 +82,10 @@ class GroupedQueryAttention:
     rope_interleave: bool = False
     hf_heads: str = "num_attention_heads"
     hf_groups: str = "num_key_value_heads"
+
+    @property
+    def indexer(self) -> None:
+        return None
 
     @property
     def tensor_split(self) -> dict[str, int]:

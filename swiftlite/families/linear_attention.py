@@ -43,7 +43,6 @@ class GatedDeltaNet:
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = True
-    indexer: ClassVar[None] = None
 
     hidden: int
     key_heads: int
@@ -52,6 +51,10 @@ class GatedDeltaNet:
     value_head_dim: int
     kernel: int
     hf_is_grouped: bool = True
+
+    @property
+    def indexer(self) -> None:
+        return None
 
     @property
     def window(self) -> None:

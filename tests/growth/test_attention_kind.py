@@ -61,9 +61,12 @@ class RunningMean:
     takes_packed_rows: ClassVar[bool] = False
     takes_parts_of_rows: ClassVar[bool] = False
     is_recurrent: ClassVar[bool] = False
-    indexer: ClassVar[None] = None
 
     hidden: int
+
+    @property
+    def indexer(self) -> None:
+        return None
 
     @property
     def window(self) -> None:
