@@ -1,4 +1,4 @@
-"""Test runs that train the indexers of sparse attention: what changes, what the export has, and what a report proves."""
+"""Test runs that train the indexers of sparse attention: what changes, what is exported, and what a report proves."""
 
 import json
 from dataclasses import replace
