@@ -1,5 +1,6 @@
 """Test sparse attention (DSA) against transformers: selections, logits, gradients, and the loss of indexers."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance import greedy
+from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.fields import IndexerArgs, RecomputeArgs
+from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
@@ -24,6 +27,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.loss.balance import Balance
 from swiftlite.model.open import build_hf_model, open_model
+from tests.messages import naming
 from tests.model.test_logits import ids_and_positions, load_megatron, load_transformers
 from tests.tiny import make_tiny_hf
 
@@ -342,3 +346,19 @@ def test_new_heads_have_the_indexer_of_the_trunk(tmp_path, mesh, mtp_init):
             part = name.partition(".self_attention.")[2]
             assert torch.equal(state[name], state[f"decoder.layers.2.self_attention.{part}"])
             assert state[name].any()
+
+
+def test_unrolled_heads_have_short_rows(tmp_path, mesh):
+    """Later steps of a draft do not select tokens."""
+    directory = make_model(tmp_path, depth=1)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mtp_unroll": 2}))
+
+    def measure(length: int) -> Any:
+        (sample,) = samples_of([length])
+        return teacher_forced(resolve(directory), [sample], torch_dtype="float32", mesh=mesh)
+
+    assert measure(TOPK)["all"]["samples"] == 1
+    with pytest.raises(UserError, match=naming(f"{directory} {TOPK + 1} mtp_unroll 2 {TOPK} index_topk")):
+        measure(TOPK + 1)
+    assert resolve(directory).max_length == TOPK

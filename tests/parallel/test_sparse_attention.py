@@ -19,7 +19,11 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     # Layers 1 and 3 use the selections of layers 0 and 2.
     "shared": ("glm_moe_dsa", 0, SIZES | {"index_topk_freq": 2, "index_skip_topk_offset": 1}),
 }
-MODES = {"joint": {"indexer_mode": "joint"}, "only": {"indexer_mode": "indexer_only"}}
+MODES: dict[str, dict[str, Any]] = {
+    "frozen": {},
+    "joint": {"indexer_mode": "joint"},
+    "only": {"indexer_mode": "indexer_only"},
+}
 MODES["heads_only"] = MODES["joint"] | {"mtp_mode": "heads_only", "mtp_loss": "ce"}
 RUNS = [
     ("heads", "joint", "TP2+SP"),
@@ -34,6 +38,7 @@ RUNS = [
     ("shared", "joint", "full uniform 1"),
     ("shared", "joint", "selective"),
     ("shared", "only", "CP2"),
+    ("shared", "frozen", "CP2"),  # of some rows, only one of the two ranks has tokens that do not see all others
 ]
 
 
@@ -69,12 +74,11 @@ def test_layouts(computed, model, mode, name):
     source = load_file(models[model] / "model.safetensors")
     differences = parity.compare(alone, other, source)
     assert [part for part, bound in BOUNDS.items() if not differences[part] <= bound] == [], differences
-    losses = [[step["indexer_loss"] for step in result.metrics] for result in (alone, other)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert min(losses[0]) > 0
+    losses = [[step.get("indexer_loss") for step in result.metrics] for result in (alone, other)]
+    assert losses[1] == (losses[0] if mode == "frozen" else pytest.approx(losses[0], rel=1e-5))
     trained = {key for key in source if not torch.equal(source[key], alone.weights[key])}
     if mode == "only":
         assert {".indexer." in key for key in trained} == {True}
     if mode == "heads_only":
         assert {key.startswith("mtp.") or ".layers.4." in key for key in trained} == {True}
-    assert len([key for key in trained if ".indexer." in key]) >= 5
+    assert any(".indexer." in key for key in trained) == (mode != "frozen") == all(losses[0])

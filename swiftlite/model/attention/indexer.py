@@ -225,7 +225,8 @@ class Teacher:
         key_NDK = self.key_KBND[place.keys, place.key_row].permute(1, 2, 0).float()
         score_NQK = torch.matmul(query_NQD, key_NDK).mul_(self.scale).masked_fill_(~visible_QK, -torch.inf)
         sum_QK = score_NQK.softmax(dim=-1).sum(dim=0)
-        dist.all_reduce(sum_QK, group=self.tp_group)
+        if self.tp_group.size() > 1:
+            dist.all_reduce(sum_QK, group=self.tp_group)
         return sum_QK / (len(query_NQD) * self.tp_group.size())
 
 
@@ -244,8 +245,8 @@ def loss_of(
         selected: result of `select`; only None for the divergence over all keys before a query.
         weight_SB: weight of each query.
     """
-    leaves = [tensor.detach().requires_grad_() for tensor in (index.query, index.key, index.weight)]
-    sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves]
+    outputs = [index.query, index.key, index.weight]
+    sums = [torch.zeros_like(output, dtype=torch.float32) for output in outputs]
     total = weight_SB.new_zeros(())
     for place, of_place in zip(places, selected, strict=True):
         size = block_size(max(indexer.heads, teacher.query_SBND.size(2)), place)
@@ -254,7 +255,7 @@ def loss_of(
             own = None if of_place is None else of_place[block.queries.start - first : block.queries.stop - first]
             visible_QK = visible(block, own, weight_SB.device)
             target_QK = teacher.attention(block, visible_QK)
-            parts = _block_leaves(leaves, block)
+            parts = _block_leaves(index, block)
             with torch.enable_grad():
                 of_block = Place(slice(0, block.num_queries), 0, slice(0, block.num_keys), 0)
                 score_QK = Index(*parts).scores(of_block).masked_fill(~visible_QK, -torch.inf)
@@ -267,7 +268,6 @@ def loss_of(
             tokens = (block.queries, block.keys, block.queries)
             for summed, gradient, part, row in zip(sums, gradients, tokens, rows, strict=True):
                 summed[part, row] += gradient.squeeze(1)
-    outputs = [index.query, index.key, index.weight]
     parameters = list(indexer.parameters())
     gradients = torch.autograd.grad(
         outputs, parameters, [each.to(output.dtype) for each, output in zip(sums, outputs, strict=True)]
@@ -275,13 +275,12 @@ def loss_of(
     return _Known.apply(total, gradients, *parameters)  # type: ignore[return-value]
 
 
-def _block_leaves(leaves: Sequence[torch.Tensor], block: Place) -> list[torch.Tensor]:
-    """Return copies of the queries, keys and weights of a block, [Q or K, 1, ...], for its gradients."""
-    query, key, weight = leaves
+def _block_leaves(index: Index, block: Place) -> list[torch.Tensor]:
+    """Return the queries, keys and weights of a block, [Q or K, 1, ...], with gradients of their own."""
     parts = (
-        query[block.queries, block.query_row],
-        key[block.keys, block.key_row],
-        weight[block.queries, block.query_row],
+        index.query[block.queries, block.query_row],
+        index.key[block.keys, block.key_row],
+        index.weight[block.queries, block.query_row],
     )
     return [part.detach().unsqueeze(1).requires_grad_() for part in parts]
 

@@ -122,26 +122,26 @@ class _Pass:
         module, kept = self.module, self.selections.cache
         lengths, group = shared_row(query_SBND.size(0), packed, module.pg_collection.cp)
         if kept is None:
-            places = places_of(lengths, group, query_SBND.size(1))
+            places, longest = places_of(lengths, group, query_SBND.size(1)), max(lengths)
         else:
             places = cached_places(kept)
+            longest = max((place.num_keys for place in places), default=0)
             key_KBND, value_KBNV = (
                 kept.keep((core, name), new.squeeze(1)).transpose(0, 1)
                 for name, new in (("key", key_KBND), ("value", value_KBNV))
             )
-        is_long = any(place.num_keys > module.topk for place in places)
+        # Of whole sequences, so that all context-parallel ranks agree.
+        selects = longest > module.topk and not (module.config.indexer_is_alone and module.training)
         selected: list[torch.Tensor | None] = [None] * len(places)
         index = None
-        if module.indexer is not None and (is_long or kept is not None or self.learns):
+        if module.indexer is not None and (selects or kept is not None or self.learns):
             index = self._index(module.indexer, lengths, group)
-        if is_long and index is not None:
+        if selects and index is not None:
             selected = select(index, places, module.topk)
             if self.selections.are_shared:
                 self.selections.by_layer[module.layer_number] = selected
-        elif is_long:
+        elif selects:
             selected = self.selections.before(module.layer_number)
-        if module.config.indexer_is_alone and module.training:
-            selected = [None] * len(places)
         if any(of_place is not None for of_place in selected):
             out = _Attend.apply(query_SBND, key_KBND, value_KBNV, places, selected, core.softmax_scale).flatten(2)
         else:
