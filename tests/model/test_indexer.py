@@ -11,6 +11,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from swiftlite.acceptance import greedy
 from swiftlite.acceptance.teacher_forced import teacher_forced
@@ -264,6 +266,31 @@ def test_training_only_indexers(tmp_path, mesh, model):
     trunk = {name for name, _ in theirs.model.named_parameters() if ".indexer." not in name} & gradients.keys()
     assert trunk
     assert not any(gradients[name].any() for name in trunk)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the largest number of elements of all tensors that operations return."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("mode", ["joint", "indexer_only"])
+def test_no_matrix_of_all_pairs_is_computed(tmp_path, mesh, mode, monkeypatch):
+    """Neither for selected tokens nor for the loss of indexers."""
+    length = 1024
+    monkeypatch.setattr("swiftlite.model.attention.indexer.BLOCK", 2**17)
+    monkeypatch.setattr("swiftlite.model.attention.sparse.MAX_QUERIES", 32)
+    directory = make_model(tmp_path, max_position_embeddings=length, v_head_dim=24)  # as keys, for kernels of torch
+    with Largest() as largest:
+        trained_step(directory, mesh, collate(samples_of([length]), 3, num_drafts=0), mode, {})
+    assert largest.numel < length**2 // 2
 
 
 @pytest.mark.parametrize("model", MODELS)
