@@ -31,6 +31,7 @@ from swiftlite.model.loss.balance import Balance
 from swiftlite.model.open import build_hf_model, open_model
 from tests.messages import naming
 from tests.model.test_logits import ids_and_positions, load_megatron, load_transformers
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
 TOPK, LENGTH = 16, 64
@@ -211,9 +212,15 @@ def trained_step(directory: Path, mesh, batch: Batch, mode: str, recompute: dict
     return model
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTED)
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("model", MODELS)
+GRADIENTS = [(model, kind, how) for model in MODELS for kind in ("packed", "padded") for how in RECOMPUTED]
+DAILY = (
+    ("deepseek_v32", "padded", "selective"),
+    ("glm_moe_dsa", "packed", ""),
+    ("glm_moe_dsa shared", "packed", "full"),
+)
+
+
+@pytest.mark.parametrize(("model", "kind", "recompute"), some_of(GRADIENTS, *DAILY))
 def test_gradients(tmp_path, mesh, model, kind, recompute):
     """Of the model, and of the loss of the indexers, which has no gradient of the model."""
     directory = make_model(tmp_path / "in", model)
