@@ -382,7 +382,9 @@ class VirtualStage:
         mtp_bytes, mtp_again = _recompute(model.setup, mtp_layers, (1 + unroll) * states)
         again = max(again, mtp_again) + self._block_bytes()
         entries = [Activation("decoder layers", trunk_bytes), Activation("MTP layers", mtp_bytes)]
-        return [*entries, Activation("selections", self._shared_selections())], again
+        entries.append(Activation("selections", self._shared_selections()))
+        entries.append(Activation("gradients of indexers", self._indexer_gradients()))
+        return entries, again
 
     def _shared_selections(self) -> int:
         """Count the bytes of the selections of indexers that recomputed layers read again."""
@@ -391,6 +393,12 @@ class VirtualStage:
         if self.model.is_trunk_frozen or not is_full or not any(each and each.is_shared for each in indexers):
             return 0
         return sum(each.selection_bytes(self.model.rank) for each in indexers if each)
+
+    def _indexer_gradients(self) -> int:
+        """Count the bytes of the gradients that a trunk without other gradients computes in the forward pass."""
+        if self.model.setup.indexer_mode != "indexer_only":
+            return 0
+        return sum(layer.parameters(self.model.rank).frozen for layer in self.layers) * self.model.rank.itemsize
 
     def _block_bytes(self) -> int:
         """Count the bytes of temporary scores of an indexer."""
