@@ -387,8 +387,9 @@ class LatentAttention:
             up = 0
         result = heads * self.v_head_dim
         core = rank.itemsize * rank.tokens * (up + result)
-        selection = self.indexer.selection_bytes(rank) if self.indexer else 0
-        return down + core + selection + _softmax_statistics(rank, self.heads)
+        if self.indexer is not None and self.indexer.selects(rank.length * rank.cp):
+            return down + core + self.indexer.selection_bytes(rank)  # the backward pass recomputes the softmax
+        return down + core + _softmax_statistics(rank, self.heads)
 
     @property
     def _key_size(self) -> int:

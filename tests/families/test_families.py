@@ -701,6 +701,8 @@ REFUSED = [
     *[(family, "index_topk", 0) for family in DSA],
     *[(family, "index_topk_freq", 0) for family in DSA],
     *[(family, "index_topk_pattern", "FS") for family in DSA],
+    ("deepseek_v32", "indexer_rope_interleave", True),
+    ("glm_moe_dsa", "indexer_rope_interleave", False),
     *[(family, "indexer_types", ["full", "shared"]) for family in DSA],
     *[(family, "indexer_types", ["full"]) for family in DSA],
     *[(family, "layer_types", ["indexed_attention", "full_attention"]) for family in DSA],

@@ -252,6 +252,8 @@ def test_selections(mode, recompute):
         whole = hf_config | {"index_topk": 256}
         (short,), (measured_short,) = estimate(whole, setup), launch(1, measure, whole, setup)
         difference = 2 * 2 * 256 * 128 * 4  # two layers select
+        if recompute == "none":
+            difference -= 4 * 2 * 256 * 4 * 4  # four layers do not store the statistics of the softmax, of four heads
         assert estimated.activations - short.activations == difference
         assert measured.activations - measured_short.activations == pytest.approx(difference, rel=0.01)
 

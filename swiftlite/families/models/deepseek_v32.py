@@ -19,8 +19,12 @@ def _check(hf_config: HfConfig) -> None:
     dense.refuse(hf_config, problems)
 
 
-def problems_of(hf_config: HfConfig) -> list[str]:
-    """Return a problem (one line) for every setting that is invalid or would be ignored."""
+def problems_of(hf_config: HfConfig, *, rope_interleave: bool = False) -> list[str]:
+    """Return a problem (one line) for every setting that is invalid or would be ignored.
+
+    Args:
+        rope_interleave: as for `layer`.
+    """
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if not problems:
         # head_dim is not read: it is qk_rope_head_dim in GLM-5, and qk_nope_head_dim in GLM-5.2.
@@ -31,6 +35,7 @@ def problems_of(hf_config: HfConfig) -> list[str]:
             mlp_bias=(False, None),
             rope_interleave=(True, None),  # transformers does not read it
             index_topk_pattern=(None,),
+            indexer_rope_interleave=(rope_interleave, None),  # vLLM reads it, and transformers does not
         )
     if not problems:
         problems = _layer_problems(hf_config)

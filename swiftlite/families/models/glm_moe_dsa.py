@@ -13,7 +13,7 @@ from swiftlite.families.serving.convention import Convention, Serving
 
 
 def _check(hf_config: HfConfig) -> None:
-    dense.refuse(hf_config, deepseek_v32.problems_of(hf_config))
+    dense.refuse(hf_config, deepseek_v32.problems_of(hf_config, rope_interleave=True))
 
 
 GLM_MOE_DSA = Family(
