@@ -374,7 +374,7 @@ def _mtp_features_layer(parts: DrafterParts) -> ModuleSpec:
 def _assistant_layer(parts: DrafterParts) -> ModuleSpec:
     layers = gemma4_assistant.layers_of(parts.architecture, parts.hf_config)
     text = gemma4_assistant.text_config(parts.hf_config)
-    settings = {"hidden_size": text["hidden_size"], "layernorm_epsilon": text["rms_norm_eps"]}
+    settings = {"hidden_size": text["hidden_size"], "layernorm_epsilon": text.get("rms_norm_eps", 1e-6)}
     for layer in layers:
         settings |= layer.attention.mcore_config() | layer.mlp.mcore_config()
     return ModuleSpec(

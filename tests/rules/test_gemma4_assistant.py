@@ -99,6 +99,8 @@ def test_it_is_on_the_stage_of_the_layers_that_it_reads(gemma, last, is_refused)
         ({}, {"rope_parameters": {}}, "rope_parameters"),
         ({}, {"num_attention_heads": 3}, "num_attention_heads"),
         ({}, {"layer_types": KINDS[1:]}, "layer_types"),
+        ({}, {"layer_types": None}, "layer_types"),
+        ({}, {"layer_types": ["linear_attention", *KINDS[1:]]}, "layer_types"),
     ],
 )
 def test_an_assistant_of_another_trunk(gemma, change, of_text, problem):
