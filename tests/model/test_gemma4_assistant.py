@@ -1,18 +1,22 @@
 """Test assistants of Gemma 4 against transformers (`tests/engines/gemma4_assistant_reference.py`)."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from swiftlite.base.errors import UserError
 from swiftlite.families.drafters import with_drafter
 from swiftlite.families.resolved import own_settings_of, resolve
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.inputs import ModelInputs
 from swiftlite.model.open import open_model
 from tests.engines.gemma4_assistant_reference import AssistantReference, make_assistant, make_trunk
+from tests.messages import naming
 from tests.model.test_eagle3 import check_packed_row, check_recomputation, sum_of
 
 STEPS = 3
@@ -95,6 +99,15 @@ def test_three_drafts_and_their_gradients(made, mesh):
         compared += 1
     assert compared > 20
     assert all(parameter.grad is None for parameter in model.decoder.parameters())
+
+
+def test_a_tensor_that_the_assistant_does_not_have_is_refused(made, mesh, tmp_path):
+    trunk, assistant, family = made
+    other = shutil.copytree(assistant, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file(tensors | {"centroids.weight": torch.ones(2)}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=naming("centroids.weight")):
+        load((trunk, other, family), mesh)
 
 
 def test_a_packed_row_is_its_sequences(made, mesh):
