@@ -69,7 +69,7 @@ class MtpArgs:
     --mtp_graft_from. Default: checkpoint; with heads_only and no heads in the checkpoint, fit_last_layer."""
     mtp_graft_from: str | None = None
     """With --mtp_init graft: the Hugging Face model, as for --model, whose MTP heads are copied, such as the base model
-    of the trunk. Family and shapes must match."""
+    of the trunk. Family and shapes must match. Or an assistant of Gemma 4, which is then the drafter."""
     mtp_loss_scaling_factor: bounds.PositiveFloat = 0.1
     """Weight of the MTP loss (mean over depths) relative to the main loss."""
     mtp_loss: MtpLoss | None = None
@@ -89,8 +89,9 @@ class MtpArgs:
     embedding, the output layer and the heads."""
     drafter: str | None = None
     """With heads_only: train another drafter instead of MTP heads: eagle3, eagle3.1 (normalized features and states,
-    for more draft tokens), or the block drafter dflash. --mtp_unroll is its number of draft tokens. The export has it
-    in the folder draft/, from which vLLM drafts without swiftlite's plugin. Default: the drafter of the checkpoint."""
+    for more draft tokens), the block drafter dflash, or gemma4_assistant, which reads keys of a Gemma 4. --mtp_unroll
+    is its number of draft tokens. The export has it in the folder draft/, from which vLLM drafts without swiftlite's
+    plugin. Default: the drafter of the checkpoint."""
     drafter_layers: bounds.DrafterDepth | None = None
     """With --drafter dflash: number of its decoder layers. Published drafters have 5. Default: that of the
     checkpoint, or 1."""

@@ -31,10 +31,15 @@ DRAFTER_KEY = "drafter"
 MTP heads."""
 FEATURES_KEY = "feature_layers"
 """Key of this object for `Heads.features`."""
+OWN_CONFIG_KEY, OWN_GENERATION_KEY = "config", "generation_config"
+"""Keys of this object for the content of config.json and generation_config.json in a drafter's own directory, if it is
+published in one."""
 MTP = "mtp"
 """The kind of drafter of a config.json without DRAFTER_KEY: MTP heads."""
 MTP_FEATURES = "mtp_features"
 """The kind of drafter of an MTP head that also reads inputs of decoder layers."""
+GEMMA4_ASSISTANT = "gemma4_assistant"
+"""The kind of drafter of an assistant of Gemma 4, and the `model_type` of its own config.json."""
 
 KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY, DRAFTER_KEY)
 """All keys of a config.json that describe heads only."""
@@ -112,7 +117,12 @@ class Heads:
     @property
     def reads_state(self) -> bool:
         """Whether the drafter reads the last state of the trunk."""
-        return not self.features or self.kind == MTP_FEATURES
+        return not self.features or self.kind in (MTP_FEATURES, GEMMA4_ASSISTANT)
+
+    @property
+    def has_output_layer(self) -> bool:
+        """Whether the drafter has an output layer of its own because of its kind, without a cap of logits."""
+        return self.kind == GEMMA4_ASSISTANT
 
     @property
     def weights(self) -> tuple[float, ...]:

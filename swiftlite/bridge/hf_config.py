@@ -16,7 +16,7 @@ from typing import Any
 
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, reason_of
-from swiftlite.base.heads import KEYS, depth_key
+from swiftlite.base.heads import GEMMA4_ASSISTANT, KEYS, depth_key
 from swiftlite.base.json_file import parse_json, read_json
 from swiftlite.bridge.rows import HfConfig
 
@@ -27,6 +27,9 @@ DRAFT_FOLDER = "draft"
 """Folder of an export with the heads, or another drafter, as an engine reads a separate draft model."""
 HEADS_FILE = f"{DRAFT_FOLDER}/model-mtp.safetensors"
 """File with the heads of an export that has this folder, under the names of the family. Engines do not read it."""
+OWN_PREFIXES = {GEMMA4_ASSISTANT: "mtp.assistant."}
+"""By `model_type`: drafters that are published in a directory of their own, and the prefix that the names of their
+tensors get, because they are names of the trunk's tensors as well."""
 _TEXT = "text_config"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 MODELOPT_FILE = "hf_quant_config.json"
@@ -112,6 +115,14 @@ def _unwrapped(content: HfConfig) -> dict[str, Any]:
         return dict(content)
     own = {key: content[key] for key in ("model_type", "architectures", "tie_word_embeddings") if key in content}
     return {**_DEFAULTS.get(str(content.get("model_type")), {}), **content, **text, **own}
+
+
+def own_prefix(hf_dir: Path) -> str:
+    """Return the prefix of the names of a directory's tensors (`OWN_PREFIXES`); empty if it is not that of a
+    drafter."""
+    if not (hf_dir / "config.json").is_file():
+        return ""
+    return OWN_PREFIXES.get(str(_read(hf_dir).get("model_type")), "")
 
 
 def has_tensors(hf_dir: Path, prefix: str) -> bool:

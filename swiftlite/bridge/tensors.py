@@ -29,7 +29,7 @@ from swiftlite.bridge.encoding.encoding import Format, Found, Stored, WritableEn
 from swiftlite.bridge.encoding.expert_stack import fold, transposed_stacks, unfold
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.entry import Box, Entry, TensorTypes
-from swiftlite.bridge.hf_config import HEADS_FILE, read_config
+from swiftlite.bridge.hf_config import HEADS_FILE, own_prefix, read_config
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -139,6 +139,8 @@ def _is_zero(hf_dir: Path, entry: Entry) -> bool:
 class Checkpoint:
     """The tensors of a Hugging Face directory, as a context manager. Opening it reads only headers.
 
+    In the directory of a drafter, names of tensors get a prefix (`OWN_PREFIXES`).
+
     Args:
         format: the format that config.json declares (`format_of`); encoded tensors are decoded while reading. None:
             all tensors are plain.
@@ -155,7 +157,9 @@ class Checkpoint:
 
     def __init__(self, hf_dir: str | Path, format: Format | None = None):
         self.hf_dir = Path(hf_dir)
-        self.stored, problems = scan(hf_dir)
+        stored, problems = scan(hf_dir)
+        prefix = own_prefix(self.hf_dir)
+        self.stored = {prefix + key: entry for key, entry in stored.items()}
         found = as_read(self.hf_dir, self.stored, format)
         self.entries, self.encoded = found.tensors, found.encoded
         problems += found.problems

@@ -36,7 +36,7 @@ from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.expert_stack import fold, part_of_stack, stack_name
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.entry import Entry
-from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.hf_config import own_prefix, read_config
 from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
 
@@ -177,14 +177,17 @@ def graft_heads(
     """Fill the model's MTP heads from another checkpoint, whose heads must match in family, number and shapes.
 
     Args:
-        graft_from: a Hugging Face directory, such as the base model that the trunk was fine-tuned from.
+        graft_from: a Hugging Face directory, such as the base model that the trunk was fine-tuned from, or that of a
+            drafter.
         family: the model's family, which defines the rows.
         hf_config: content of the model's config.json.
 
     Raises:
         UserError: family, number or shapes of the heads differ.
     """
-    base_config = read_config(Path(graft_from))
+    base_config = hf_config
+    if not own_prefix(Path(graft_from)):  # the settings of a drafter in a directory of its own are those of the model
+        base_config = read_config(Path(graft_from))
     base_type = base_config.get("model_type")
     trunk_type = hf_config.get("model_type")
     if base_type != trunk_type:
@@ -215,6 +218,9 @@ def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpo
     present = {row.mcore for row in rows}
     problems = [f"unexpected: {row.mcore}" for row in rows if row.mcore not in shapes]
     problems += [f"missing: {name}" for name in shapes.keys() - present]
+    if prefix := own_prefix(base.hf_dir):  # in other directories, further tensors belong to other heads or to the trunk
+        unused = base.entries.keys() - shapes_of(rows)
+        problems += [f"unexpected: {key.removeprefix(prefix)}" for key in sorted(unused)]
     for row in rows:
         if row.mcore not in shapes:
             continue

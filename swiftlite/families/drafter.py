@@ -70,6 +70,10 @@ class Drafter:
         why_not: returns why a model cannot have this drafter; empty if it can.
         own_config: returns the config.json of the drafter in a directory of its own, from which vLLM drafts; None for
             drafters that no engine reads.
+        own_prefix: prefix of the HF keys that the tensors in this directory do not have.
+        published: returns what config.json declares for a drafter that is published in such a directory, from the
+            content of its files (OWN_CONFIG_KEY, OWN_GENERATION_KEY) and of the trunk's config.json; None for drafters
+            that are not read from one.
         vllm_trunks, sglang_trunks: families of trunks that the engine drafts for with it.
         vllm_method: vLLM's name of the kind; empty: the same.
         needs_plugin: whether vLLM drafts with a class of swiftlite's plugin, and not without it.
@@ -85,6 +89,8 @@ class Drafter:
     problems: Callable[[HfConfig], list[str]] = lambda hf_config: []
     why_not: Callable[["Family", HfConfig], str] = lambda family, hf_config: ""
     own_config: Callable[["Family", HfConfig], dict[str, Any]] | None = None
+    own_prefix: str = ""
+    published: Callable[[HfConfig, HfConfig], dict[str, Any]] | None = None
     vllm_trunks: tuple[str, ...] = ()
     sglang_trunks: tuple[str, ...] = ()
     vllm_method: str = ""

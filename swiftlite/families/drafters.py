@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.errors import clip
-from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP
+from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP, OWN_CONFIG_KEY
 from swiftlite.bridge.rows import HfConfig, Row, lift
-from swiftlite.families import dflash, eagle3, mtp_features
+from swiftlite.families import dflash, eagle3, gemma4_assistant, mtp_features
 from swiftlite.families.drafter import Drafter, sources_of_head
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ DRAFTERS: dict[str, Drafter] = {
     eagle3.KIND: eagle3.EAGLE3,
     dflash.KIND: dflash.DFLASH,
     mtp_features.KIND: mtp_features.FEATURE_HEAD,
+    gemma4_assistant.KIND: gemma4_assistant.ASSISTANT,
 }
 
 SERVED = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.own_config))
@@ -46,23 +47,40 @@ NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "eagle3": partial(eagle3.declaration, is_normed=False),
     "eagle3.1": partial(eagle3.declaration, is_normed=True),
     "dflash": dflash.declaration,
+    gemma4_assistant.KIND: gemma4_assistant.declaration,
 }
 """The values of --drafter, each with a function that returns what config.json declares for it, without layers."""
 
 
+def is_published(own_config: HfConfig) -> bool:
+    """Return whether a config.json is that of a drafter that is published in a directory of its own."""
+    kind = own_config.get("model_type")
+    return isinstance(kind, str) and kind in DRAFTERS and DRAFTERS[kind].published is not None
+
+
 def with_drafter(
-    hf_config: HfConfig, name: str | None, decoder_layers: int | None = None, features: Sequence[int] = ()
+    hf_config: HfConfig,
+    name: str | None,
+    decoder_layers: int | None = None,
+    features: Sequence[int] = (),
+    own: HfConfig | None = None,
 ) -> dict[str, Any]:
     """Return a config.json that declares a drafter of NEW, or an MTP head with features, without layers, so that a run
     creates them. If it already declares this drafter, or none is given, nothing changes.
 
     Args:
+        own: content of the files of a drafter that is published in a directory of its own (`own_settings`), which is
+            declared with its layers; None without one.
         decoder_layers: number of decoder layers of a DFlash drafter; None: that of config.json, or 1.
         features: numbers of the layers whose inputs an MTP head reads; numbers that a rule reports change nothing.
     """
     sizes = (hf_config.get("num_hidden_layers"), hf_config.get("vocab_size"))
     if not all(isinstance(size, int) for size in sizes):  # which a rule reports
         return dict(hf_config)
+    if own is not None:
+        published = DRAFTERS[own[OWN_CONFIG_KEY]["model_type"]].published
+        assert published is not None
+        return {**hf_config, DRAFTER_KEY: published(own, hf_config)}
     if name is not None:
         new = NEW[name](hf_config)
     elif features and 0 not in features and are_features([*features], sizes[0]):

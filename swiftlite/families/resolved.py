@@ -9,16 +9,17 @@ from typing import Any
 
 from swiftlite.args.commands import RmArgs
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import MTP, Heads, kind_of
+from swiftlite.base.heads import MTP, OWN_CONFIG_KEY, OWN_GENERATION_KEY, Heads, kind_of
+from swiftlite.base.json_file import read_json
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.hf_config import HEADS_FILE, read_config
-from swiftlite.families.drafters import with_drafter
+from swiftlite.families.drafters import is_published, with_drafter
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.reward_model import as_reward_model
 from swiftlite.families.serving import stock
 from swiftlite.families.tower import Tower
-from swiftlite.hub.model import local_model
+from swiftlite.hub.model import description_of, local_model
 from swiftlite.hub.name import models_in
 
 
@@ -115,14 +116,34 @@ def resolve(name: str | Path) -> HfModel:
 
 def resolve_options(args: Any) -> dict[str, HfModel]:
     """Resolve every model that a command's options name; return the models by option name. That of --model declares
-    the drafter of --drafter or --mtp_features; of `megatron rm`, it is a reward model."""
-    models = {option: resolve(name) for option, name in models_in(args).items()}
+    the drafter of --drafter or --mtp_features, or one that --mtp_graft_from names; of `megatron rm`, it is a reward
+    model."""
+    names = models_in(args)
+    own = own_settings_of(description_of(names["mtp_graft_from"])) if "mtp_graft_from" in names else None
+    grafted = names.pop("mtp_graft_from") if own else ""
+    models = {option: resolve(name) for option, name in names.items()}
     if isinstance(args, RmArgs):
         model = models["model"]
         config = as_reward_model(model.config)
         models["model"] = replace(model, config=config, family=get(config, model.directory))
-    if getattr(args, "drafter", None) or getattr(args, "mtp_features", None):
+    if own or getattr(args, "drafter", None) or getattr(args, "mtp_features", None):
         model = models["model"]
-        config = with_drafter(model.config, args.drafter, args.drafter_layers, args.mtp_features)
+        config = with_drafter(model.config, args.drafter, args.drafter_layers, args.mtp_features, own)
         models["model"] = replace(model, config=config)
+    if own:
+        models["mtp_graft_from"] = replace(models["model"], name=grafted, directory=local_model(grafted))
     return models
+
+
+def own_settings_of(directory: Path) -> dict[str, Any] | None:
+    """Return the content of the JSON files of a drafter that is published in a directory of its own, by their keys in
+    the declaration (OWN_CONFIG_KEY, OWN_GENERATION_KEY); None for another model.
+    """
+    found = {}
+    for key in (OWN_CONFIG_KEY, OWN_GENERATION_KEY):
+        try:
+            found[key] = read_json(directory / f"{key}.json")
+        except (OSError, ValueError):
+            continue
+    config = found.get(OWN_CONFIG_KEY)
+    return found if isinstance(config, dict) and is_published(config) else None

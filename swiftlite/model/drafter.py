@@ -81,6 +81,9 @@ class DrafterLayer(MegatronModule, ABC):
         # (pipeline_parallel/schedules.py:215 of 0.16.1).
         setattr(self, MTP_INNER_LAYER, SimpleNamespace())
 
+    def connect(self, read_layers: Sequence[Any]) -> None:
+        """Receive the decoder layers of this stage whose inputs are features, for a drafter that uses their modules."""
+
     @classmethod
     @abstractmethod
     def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ from swiftlite.model.context_parallel import (
     sequence_lengths,
     zigzag_positions,
 )
-from swiftlite.model.drafter import DraftInputs
+from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.deepstack import Deepstack
 from swiftlite.model.layers.norm import SharedNorm
@@ -145,7 +145,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self.is_teacher = settings.is_teacher
         self.embedding_multiplier = _embedding_multiplier(outside, config.params_dtype)
         self.logits_divisor, self.logits_cap = outside.logits_divisor, outside.logits_cap
-        self.heads_have_output_layers = outside.heads_have_output_layers and self.heads.kind == MTP
+        self.heads_have_output_layers = self.heads.has_output_layer
+        if self.heads.kind == MTP:
+            self.heads_have_output_layers = outside.heads_have_output_layers
         self.has_score = outside.has_score
         if self.has_score and self.post_process:  # the whole matrix on each tensor-parallel rank: it has one row
             self.output_layer = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
@@ -185,7 +187,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
                 output_norm.of = (final_norm,)  # in a tuple, so that it is not registered as a submodule
                 output_norm.is_detached = self.detached_heads
             if self.heads_have_output_layers:
-                head.output_layer = self._make_output_layer(is_of_trunk=False)
+                head.output_layer = self._make_output_layer(getattr(head, "state_size", self.config.hidden_size))
+            if isinstance(head, DrafterLayer) and self.decoder.holds_layers:
+                head.connect([self.decoder.layers[layer] for layer in self.features.layers])
 
     def forward(
         self, inputs: ModelInputs, target: Target | None = None, trunk: TrunkOutput | None = None
@@ -588,6 +592,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
         logits_BSV = self.logits(self.whole_sequence(hidden_SBH), own).transpose(0, 1)
         if self.logits_divisor != 1:
             logits_BSV = logits_BSV / self.logits_divisor
+        if own is not None and self.heads.has_output_layer:
+            return logits_BSV
         return capped(logits_BSV, self.logits_cap)
 
     def _cross_entropy(
@@ -705,7 +711,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         tp, with_overlap = self.pg_collection.tp, self.heads.has_joint_weights
         if self.loss_in_chunks:
             overlap_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_overlap else None
-            target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach(), output.cap, overlap_N)
+            target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach(), trunk_output.cap, overlap_N)
             return self._chunked(states_NH, output, target, selected, share_BS)
 
         def trunk_logits(rows: slice) -> torch.Tensor:
@@ -765,6 +771,11 @@ class GPTModel(AddsGradients, McoreGPTModel):
         """Cap of the logits of states after `_at_temperature`."""
         return None if self.logits_cap is None else self.logits_cap / self.temperature
 
+    @property
+    def _own_cap(self) -> float | None:
+        """Cap of the logits of a head's own output layer."""
+        return None if self.heads.has_output_layer else self._cap
+
     def _own_output_layer(self, depth: int) -> ColumnParallelLinear | None:
         """Return the own output layer of the head that drafts token number `depth` (from 0); None without one."""
         if not self.heads_have_output_layers:
@@ -781,7 +792,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if own is not None:
             weight: Any = own.weight
             return OutputMatrix(
-                lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1), weight, None, self._cap
+                lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1), weight, None, self._own_cap
             )
         whole = self.trunk_output_matrix()
         if self.detached_heads:
@@ -816,7 +827,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
             self.output_layer = self._make_output_layer()
         super().setup_embeddings_and_output_layer()
 
-    def _make_output_layer(self, is_of_trunk: bool = True) -> ColumnParallelLinear:
+    def _make_output_layer(self, size_of_own: int = 0) -> ColumnParallelLinear:
+        """Return an output layer: that of the trunk, or a head's own one for states of the given size."""
         # Its input is not split: sequences are gathered before positions are selected (`whole_sequence`).
         config = copy.copy(self.config)
         config.sequence_parallel = False
@@ -826,13 +838,13 @@ class GPTModel(AddsGradients, McoreGPTModel):
         # 0.16.1).
         has_embedding = self.pre_process or self.mtp_process
         return ColumnParallelLinear(
-            config.hidden_size,
+            size_of_own or config.hidden_size,
             self.vocab_size,
             config=config,
             init_method=config.init_method,
             bias=False,
             gather_output=False,
-            skip_weight_param_allocation=is_of_trunk and self.share_embeddings_and_output_weights and has_embedding,
+            skip_weight_param_allocation=not size_of_own and self.share_embeddings_and_output_weights and has_embedding,
             tp_group=self.pg_collection.tp,
         )
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import MTP, MTP_FEATURES
-from swiftlite.families import dflash, eagle3
+from swiftlite.families import dflash, eagle3, gemma4_assistant
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.layer import Attention, Layer
@@ -40,11 +40,12 @@ from swiftlite.model.attention.block_attention import BlockAttention
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
-from swiftlite.model.attention.self_attention import SelfAttention
+from swiftlite.model.attention.self_attention import SelfAttention, with_channels
 from swiftlite.model.attention.sparse import SparseAttention, sparse_core
 from swiftlite.model.dflash import DFlashLayer
 from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
+from swiftlite.model.gemma4_assistant import AssistantLayer, ReadingAttention
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.experts_and_mlp import ExpertsAndMLP, NormedRouter
 from swiftlite.model.layers.kernels import Modules, modules_of
@@ -373,6 +374,36 @@ def _mtp_features_layer(parts: DrafterParts) -> ModuleSpec:
     )
 
 
+def _assistant_layer(parts: DrafterParts) -> ModuleSpec:
+    layers = gemma4_assistant.layers_of(parts.architecture, parts.hf_config)
+    text = gemma4_assistant.text_config(parts.hf_config)
+    settings = {"hidden_size": text["hidden_size"], "layernorm_epsilon": text.get("rms_norm_eps", 1e-6)}
+    for layer in layers:
+        settings |= layer.attention.mcore_config() | layer.mlp.mcore_config()
+    return ModuleSpec(
+        module=AssistantLayer,
+        params={
+            "layers": [_reading_layer(layer, parts.modules) for layer in layers],
+            "reads": gemma4_assistant.features_read(parts.hf_config),
+            "settings": _NEUTRAL | settings,
+            "norm": parts.modules.norm,
+            "trains_state": parts.heads.unroll > 1,
+        },
+    )
+
+
+def _reading_layer(layer: Layer, modules: Modules) -> ModuleSpec:
+    """Return the spec of a decoder layer whose attention computes only queries."""
+    attention: Any = layer.attention
+    block: Any = decoder_layer_spec(layer, modules)
+    own = block.submodules.self_attention
+    own.module = ReadingAttention
+    own.params |= {"keys_are_values": False, "value_norm": False}
+    own.submodules.linear_qkv = with_channels(modules.column, None, attention.heads * attention.head_dim)
+    own.submodules.k_layernorm = IdentityOp
+    return block
+
+
 # The layers of all kinds of drafters (`families/drafters.py`), which megatron-core's MTP block contains. The class of
 # layers other than MTP layers, or layers derived from them, is a `DrafterLayer`.
 DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {
@@ -380,6 +411,7 @@ DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {
     eagle3.KIND: _eagle3_layer,
     dflash.KIND: _dflash_layer,
     MTP_FEATURES: _mtp_features_layer,
+    gemma4_assistant.KIND: _assistant_layer,
 }
 
 

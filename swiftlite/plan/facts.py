@@ -20,6 +20,7 @@ from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.drafters import with_drafter
 from swiftlite.families.index import known_architecture
+from swiftlite.families.resolved import own_settings_of
 from swiftlite.families.reward_model import as_reward_model
 from swiftlite.hub.commits import read_commits
 from swiftlite.hub.model import description_of, is_gguf
@@ -108,7 +109,10 @@ def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> 
     hf_config = read_hf_config(config_directory(directory))
     given = vars(args)
     of_head = given.get("mtp_features") or ()
-    hf_config = with_drafter(hf_config, given.get("drafter"), given.get("drafter_layers"), of_head)
+    own = None
+    if "mtp_graft_from" in names:
+        own = own_settings_of(_directory_of("mtp_graft_from", names["mtp_graft_from"]))
+    hf_config = with_drafter(hf_config, given.get("drafter"), given.get("drafter_layers"), of_head, own)
     if isinstance(args, RmArgs):
         hf_config = as_reward_model(hf_config)
     return Facts(world_size, hf_config, directory, names, machine)

@@ -25,9 +25,10 @@ from swiftlite.args.commands import (
 )
 from swiftlite.args.config import Problem
 from swiftlite.base.errors import OptionError
+from swiftlite.base.heads import DRAFTER_KEY
 from swiftlite.families.index import impossible_values
 from swiftlite.methods.index import method_of
-from swiftlite.plan.facts import config_directory, read_facts
+from swiftlite.plan.facts import Facts, config_directory, read_facts
 from swiftlite.plan.kernels import Machine, this_machine
 from swiftlite.rules import (
     adapt,
@@ -72,8 +73,7 @@ def check(args: Any, world_size: int = 1) -> list[str]:
         machine = this_machine(sees_gpu())
     facts = read_facts(args, world_size, machine)
     if found := impossible_values(facts.hf_config):  # other rules compute with these values
-        where = config_directory(facts.directory) / "config.json"
-        raise OptionError([(f"--model: {where}: {problem}", "download config.json again") for problem in found])
+        raise OptionError([_impossible(problem, args, facts) for problem in found])
     module = rules_of(args)
     for rule in module.RULES:
         problems += rule(args, facts)
@@ -83,6 +83,16 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     for rule in module.NOTES:
         notes += rule(args, facts)
     return notes
+
+
+def _impossible(problem: str, args: Any, facts: Facts) -> Problem:
+    """Return the problem of a value that no model can have, with the option that the value comes from."""
+    for option in ("drafter", "mtp_graft_from"):
+        if problem.startswith(f"{DRAFTER_KEY}: ") and getattr(args, option, None):
+            name = f"--{option} {getattr(args, option)}"
+            return f"{name} is not supported for --model {args.model}: {problem}", "omit it to train MTP heads"
+    where = config_directory(facts.directory) / "config.json"
+    return f"--model: {where}: {problem}", "download config.json again"
 
 
 def rules_of(args: Any) -> Any:

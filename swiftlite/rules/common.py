@@ -28,6 +28,7 @@ from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads, depth_key, kind_of
 from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.data.template_kwargs import impossible_names
 from swiftlite.families.architecture import Architecture
+from swiftlite.families.drafters import is_published
 from swiftlite.families.index import get as get_family
 from swiftlite.families.index import image_sizes
 from swiftlite.families.reward_model import is_reward_model
@@ -166,7 +167,8 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
         return  # another rule reports it
     hf_config = dict(facts.hf_config)
     # `drafter_fits_the_model` reports a drafter that config.json does not declare.
-    if getattr(args, "drafter", None) or getattr(args, "mtp_features", None):
+    given = ("drafter", "mtp_features", "mtp_graft_from")
+    if any(getattr(args, name, None) for name in given):
         hf_config.pop(DRAFTER_KEY, None)
     try:
         get_family(hf_config, facts.directory)
@@ -268,6 +270,8 @@ def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Proble
         yield f"--mtp_graft_from {base} is not a directory", near_path(base) or _GIVE_A_MODEL
     elif not config:
         yield f"--mtp_graft_from {base} has no config.json", _GIVE_A_MODEL
+    elif is_published(config) and isinstance(args, SftArgs):
+        return  # `drafter_fits_the_model` compares it with --model
     elif (kind := kind_of(config)) != MTP:
         yield f"--mtp_graft_from {base} has the drafter {kind!r} instead of MTP heads", "give a model with MTP heads"
     elif not Heads.from_config(config).layers:

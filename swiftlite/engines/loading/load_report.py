@@ -13,7 +13,7 @@ from torch import nn
 
 from swiftlite.base.heads import MTP
 from swiftlite.bridge.entry import Entry
-from swiftlite.bridge.hf_config import HEADS_FILE
+from swiftlite.bridge.hf_config import HEADS_FILE, own_prefix
 from swiftlite.bridge.tensors import Checkpoint, scan, some
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.head_weights import OF_ORDER
@@ -103,8 +103,12 @@ class Loading:
     def __post_init__(self) -> None:
         stored = Checkpoint(self.model.directory).stored
         self._of_draft: Mapping[str, Entry] = {}
+        self._prefix = ""
         if self.draft_folder is not None:
-            self._of_draft, problems = scan(self.draft_folder)
+            # Names of an assistant's tensors are names of the trunk's tensors as well.
+            self._prefix = own_prefix(self.draft_folder)
+            of_draft, problems = scan(self.draft_folder)
+            self._of_draft = {self._prefix + key: entry for key, entry in of_draft.items()}
             self.problems += [f"{self.draft_folder.name}/: {problem}" for problem in problems]
             stored = {key: entry for key, entry in stored.items() if entry.file != HEADS_FILE}
         self.recorder = DryLoad({**stored, **self._of_draft})
@@ -146,7 +150,7 @@ class Loading:
         """Yield (HF key, tensor) for the target or for the draft model, which is loaded after it."""
         for key, tensor in self.recorder.weights():
             if not self._of_draft or (key in self._of_draft) == is_draft:
-                yield key, tensor
+                yield key.removeprefix(self._prefix), tensor
 
     def note_that_target_drafts_for_itself(self) -> None:
         """Record the problem that the engine uses the target as its draft model."""

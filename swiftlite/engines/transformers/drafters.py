@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from swiftlite.base.heads import MTP, MTP_FEATURES
+from swiftlite.base.heads import GEMMA4_ASSISTANT, MTP, MTP_FEATURES
 from swiftlite.bridge.rows import HfConfig, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.transformers.dflash import DFlashCandidateGenerator, DFlashDrafter
 from swiftlite.engines.transformers.eagle3 import Eagle3Drafter
+from swiftlite.engines.transformers.gemma4_assistant import AssistantCandidateGenerator, load_assistant
 from swiftlite.engines.transformers.mtp_features import load_feature_head
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.families import dflash, eagle3
@@ -49,7 +50,11 @@ DRAFTERS: dict[str, Callable[[HfModel, Any], nn.Module]] = {
     eagle3.KIND: partial(_load_with_own_config, Eagle3Drafter),
     dflash.KIND: partial(_load_with_own_config, _make_dflash),
     MTP_FEATURES: load_feature_head,
+    GEMMA4_ASSISTANT: load_assistant,
 }
 """Functions that load drafters other than MTP heads for a model and its decoder."""
-GENERATORS: dict[str, type[MtpCandidateGenerator]] = {dflash.KIND: DFlashCandidateGenerator}
+GENERATORS: dict[str, type[MtpCandidateGenerator]] = {
+    dflash.KIND: DFlashCandidateGenerator,
+    GEMMA4_ASSISTANT: AssistantCandidateGenerator,
+}
 """The classes that draft. Kinds that are not listed draft like MTP heads."""

@@ -141,6 +141,10 @@ def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
         shared = SHARED
         if loading.model.family.outside(loading.model.config).heads_have_output_layers:
             shared = ("embed_tokens.weight",)
+        if (
+            loading.model.heads.has_output_layer
+        ):  # vLLM replaces the embedding, which is the output layer, after loading
+            shared = ()
         return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
     # KV caches are keyed by layer names; the MTP classes have distinct names.
     return _load(loading, vllm_config, drafting.draft_model_config, prefix="draft_model")

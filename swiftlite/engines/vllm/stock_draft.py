@@ -1,6 +1,7 @@
 """Write and check the folder `draft/` of an export, from which vLLM drafts, mostly without swiftlite's plugin.
 
     config.json                   selects one of vLLM's draft classes
+    generation_config.json        that of a drafter that was published with one
     model.safetensors, its index  the head or the drafter with the names of this class
     model-mtp.safetensors         the same with the names of its family, for training and other engines
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.base.heads import DEPTH_KEY, MTP, Heads, kind_of
+from swiftlite.base.heads import DEPTH_KEY, DRAFTER_KEY, MTP, OWN_GENERATION_KEY, Heads, kind_of
 from swiftlite.base.json_file import read_json
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, HEADS_FILE, read_config
 from swiftlite.bridge.rejoin import joined, separated
@@ -56,6 +57,8 @@ def write_draft(directory: Path, family: Family) -> None:
     tensors = _tensors(directory, family, hf_config)
     save_file(tensors, folder / SINGLE_NAME, {"format": "pt"})
     contents = {INDEX_NAME: {"metadata": {}, "weight_map": _index(tensors)}, "config.json": _config(family, hf_config)}
+    if generation := (hf_config.get(DRAFTER_KEY) or {}).get(OWN_GENERATION_KEY):
+        contents["generation_config.json"] = generation
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -113,8 +116,10 @@ def _config(family: Family, hf_config: HfConfig) -> dict[str, Any]:
 def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of the head with the names of vLLM's class."""
     stored = load_file(directory / HEADS_FILE)
-    if family.drafter(hf_config).needs_plugin:
+    drafter = family.drafter(hf_config)
+    if drafter.needs_plugin:
         return stored  # its class selects the tokens of a draft vocabulary
+    stored = {key.removeprefix(drafter.own_prefix): tensor for key, tensor in stored.items()}
     if kind_of(hf_config) != MTP:
         return {**stored, **_tensors_of_vocab(directory, family, hf_config)}
     rows = {row.mcore: row for row in stock.class_of(family, hf_config).rows(family, hf_config)}

@@ -66,7 +66,7 @@ class SelfAttention(McoreSelfAttention):
         if query_size != value_size or keys_are_values:
             num_outputs = heads * query_size + groups * (query_size + value_size * (not keys_are_values))
         if num_outputs or input_size:
-            submodules = replace(submodules, linear_qkv=_with_channels(submodules.linear_qkv, input_size, num_outputs))
+            submodules = replace(submodules, linear_qkv=with_channels(submodules.linear_qkv, input_size, num_outputs))
         super().__init__(config, submodules, *args, **kwargs)
         self.query_size, self.value_size, self.value_scale = query_size, value_size, value_scale
         self.keys_are_values, self.value_norm = keys_are_values, value_norm
@@ -178,7 +178,7 @@ def _with_sizes(config: TransformerConfig, sizes: dict[str, int]) -> Transformer
     return own
 
 
-def _with_channels(linear: Callable[..., Any], own_inputs: int | None, own_outputs: int | None) -> Callable[..., Any]:
+def with_channels(linear: Callable[..., Any], own_inputs: int | None, own_outputs: int | None) -> Callable[..., Any]:
     """Return a function that builds a linear layer with other numbers of channels than it is called with; None: the
     same number."""
 

@@ -306,6 +306,7 @@ RULES = (
     sft_heads.features_are_layers,
     sft_heads.drafter_fits_the_model,
     sft_heads.drafter_reads_a_frozen_trunk,
+    sft_heads.drafter_is_with_the_layers_it_reads,
     sft_heads.draft_vocab_can_be_learned,
     sft_lora.lora_options_have_adapters,
     sft_lora.target_modules_are_layers,

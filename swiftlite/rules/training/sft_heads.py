@@ -6,8 +6,10 @@ from pathlib import Path
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import unsupported
+from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads
 from swiftlite.families import FAMILIES, dflash
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.drafters import DRAFTERS, are_features
 from swiftlite.families.index import known_architecture
 from swiftlite.families.serving import stock
@@ -23,7 +25,7 @@ from swiftlite.plan.heads import (
     new_heads_learn_alone,
     why_no_fit,
 )
-from swiftlite.plan.layout import choices, layout_of
+from swiftlite.plan.layout import choices, decoder_layers_per_stage, layout_of, mtp_is_with_loss
 from swiftlite.rules import common
 
 
@@ -138,13 +140,15 @@ def _drafter(args: SftArgs, facts: Facts) -> str:
         return f"--drafter {args.drafter}"
     if args.mtp_features:
         return f"--mtp_features {','.join(map(str, args.mtp_features))}"
+    if args.mtp_graft_from and DRAFTERS[facts.heads.kind].published:
+        return f"--mtp_graft_from {args.mtp_graft_from}"
     return f"the drafter {facts.heads.kind!r} that config.json declares"
 
 
 def drafter_fits_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
     without = {key: value for key, value in facts.hf_config.items() if key != DRAFTER_KEY}
-    is_given = args.drafter or args.mtp_features
+    is_given = args.drafter or args.mtp_features or args.mtp_graft_from
     if not is_given or family is None or known_architecture(without) is None:
         return
     if why := family.drafter(facts.hf_config).why_not(family, facts.hf_config):
@@ -169,10 +173,38 @@ def drafter_reads_a_frozen_trunk(args: SftArgs, facts: Facts) -> Iterator[Proble
         yield f"{name} has one layer, not {heads.layers}", "add --mtp_num_layers 1, and --mtp_unroll N"
     if args.tuner_type == "lora":
         yield f"{name} does not support --tuner_type lora", of_lora
-    if args.mtp_init == "graft":
+    if args.mtp_init == "graft" and not DRAFTERS[heads.kind].published:
         yield f"{name} does not support --mtp_init graft", "remove --mtp_init and --mtp_graft_from"
     if facts.is_quantized:
         yield f"{name} does not support quantized models", "use the model before its quantization"
+
+
+def drafter_is_with_the_layers_it_reads(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    """Reject layouts and options with which modules of an assistant of Gemma 4 are not next to those that it reads."""
+    heads, architecture = heads_of(args, facts.heads), facts.architecture
+    if not heads.has_output_layer or architecture is None:
+        return
+    name, layout = _drafter(args, facts), layout_of(args)
+    if args.stream_trunk:
+        yield f"{name} reads decoder layers and does not support --stream_trunk", "remove --stream_trunk"
+    if args.draft_vocab or heads.draft_vocab:
+        yield f"--draft_vocab is not supported: {name} has an output layer of its own", "add --draft_vocab 0"
+    if layout.pipeline_model_parallel_size > 1 and not _is_with_features(layout, architecture, heads):
+        yield (
+            f"--pipeline_model_parallel_size {layout.pipeline_model_parallel_size}: {name} must be on the stage of the "
+            f"decoder layers {' and '.join(map(str, heads.features))} (from 0), whose keys it reads, and of the loss",
+            "give the last stage more layers, or use --tensor_model_parallel_size",
+        )
+
+
+def _is_with_features(layout: ParallelLayout, architecture: Architecture, heads: Heads) -> bool:
+    """Return whether the last stage has the heads and the decoder layers whose inputs they read."""
+    num_layers = len(architecture.layers)
+    try:
+        last = decoder_layers_per_stage(layout, num_layers)[-1]
+    except ValueError:  # which `layout_problems` reports
+        return True
+    return mtp_is_with_loss(layout) and num_layers - last <= min(heads.features)
 
 
 def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]:

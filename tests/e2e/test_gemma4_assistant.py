@@ -1,0 +1,133 @@
+"""Test assistants of Gemma 4 from training to engines: vLLM without plugins counts what a reference counts."""
+
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma4AssistantForCausalLM
+
+from tests.e2e.conftest import Commands
+from tests.e2e.test_eagle3 import exported
+from tests.e2e.test_stock_drafts import NEW_TOKENS, HostWithoutPlugins, check_counts, counts_of_transformers, report_of
+from tests.engines.gemma4_assistant_reference import (
+    LAYERS,
+    AssistantReference,
+    config_for,
+    declare,
+    make_assistant,
+    make_trunk,
+    settings_of,
+)
+from tests.engines.reference import Reference, write_trained
+from tests.growth.test_drafter import learn, load_trunk, tokens_of
+from tests.messages import answers_equal
+from tests.tiers import some_of
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+DRAFT_CLASS = "Gemma4MTP"
+
+
+def write_drafted(directory: Path, family: str) -> list[list[int]]:
+    """Write a model whose drafts are often correct, and return prompts."""
+
+    def draft_as(reference: Reference) -> Reference:
+        return AssistantReference.of(reference.trunk)
+
+    prompts = write_trained(directory, family, 1, True, 3, draft_as, num_hidden_layers=LAYERS)
+    declare(directory, config_for(settings_of(directory)).to_dict())
+    return prompts
+
+
+@pytest.mark.engine
+@needs_vllm
+def test_counts_of_vllm_without_plugins(vllm_host, tmp_path, mesh):
+    """Answers are longer than the window, so that keys before it would change the counts."""
+    prompts = write_drafted(tmp_path / "model", "gemma4_text")
+    directory = exported(tmp_path / "model", tmp_path, mesh)
+    reference = AssistantReference.load(directory, directory / "draft")
+    counts = check_counts(vllm_host, reference, directory, prompts, 3, DRAFT_CLASS)
+    report = vllm_host.call(partial(report_of, directory))
+    assert (report.problems, report.draft) == ([], DRAFT_CLASS)
+    reference.assistant.config.text_config.sliding_window += 1
+    assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
+
+
+@pytest.mark.slow
+def test_counts_of_a_trunk_with_towers_and_experts(tmp_path, mesh):
+    prompts = write_drafted(tmp_path / "model", "gemma4")
+    directory = exported(tmp_path / "model", tmp_path, mesh)
+    _, counts = AssistantReference.load(directory, directory / "draft", "gemma4").simulate(prompts, NEW_TOKENS, 3)
+    assert counts.accepted_per_position[-1] > 0
+    assert counts_of_transformers(directory, prompts, 3) == counts
+
+
+OPTIONS = "--torch_dtype float32 --mtp_mode heads_only --global_batch_size 8 --lr 3e-3 --split_dataset_ratio 0"
+
+
+@pytest.mark.parametrize("family", some_of(["gemma4_text", "gemma4"], "gemma4"))
+def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(family, commands, dataset):
+    directory = commands.directory
+    trunk = make_trunk(directory / "model", family, with_tokenizer=True)
+    source = make_assistant(directory / "assistant", trunk, torch.bfloat16)
+    graft = "--mtp_init graft --mtp_graft_from assistant --mtp_unroll 2 --train_iters 1 --acceptance_samples 0"
+    commands.ok(*f"megatron sft --model model --dataset {dataset} {graft} {OPTIONS} --output_dir run".split())
+    commands.ok(*"export --to_hf --model run --output_dir hf".split())
+    before, after = (load_file(each / "model.safetensors") for each in (source, directory / "hf" / "draft"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype is tensor.dtype is torch.bfloat16
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed >= {"model.embed_tokens.weight", "pre_projection.weight", "post_projection.weight"}
+    assert not any(name.endswith("layer_scalar") for name in changed)
+    for file in ("config.json", "generation_config.json"):
+        contents = [json.loads((each / file).read_text()) for each in (source, directory / "hf" / "draft")]
+        assert contents[0] == contents[1]
+    loaded: Any = Gemma4AssistantForCausalLM.from_pretrained(directory / "hf" / "draft", output_loading_info=True)
+    _, loading = loaded
+    assert not any(loading.values())
+    trunks = [load_file(each / "model.safetensors") for each in (trunk, directory / "hf")]
+    assert trunks[0].keys() == trunks[1].keys()
+    assert all(torch.equal(tensor, trunks[1][name]) for name, tensor in trunks[0].items())
+
+
+def train(commands: Commands, dataset: Path) -> dict[str, Any]:
+    """Train a new assistant for a trunk that knows the rows, and export it; return the content of acceptance.json."""
+    directory = commands.directory
+    model = make_trunk(directory / "model", with_tokenizer=True)
+    trunk = load_trunk(model)
+    learn(trunk, tokens_of(model, dataset, with_answers=True))
+    learned = trunk.state_dict()
+    tensors = {key: learned[key].contiguous() for key in load_file(model / "model.safetensors")}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
+    new = "--drafter gemma4_assistant --mtp_unroll 2 --train_iters 80 --val_dataset val.jsonl"
+    measured = "--acceptance_samples 3 --acceptance_max_new_tokens 12"
+    options = OPTIONS.replace(" --split_dataset_ratio 0", "")
+    commands.ok(*f"megatron sft --model model --dataset {dataset} {new} {measured} {options} --output_dir run".split())
+    commands.ok(*"export --to_hf --model run --output_dir hf".split())
+    return json.loads((directory / "run" / "acceptance.json").read_text())
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@needs_vllm
+def test_a_new_assistant_learns_and_engines_count_what_the_run_counts(vllm_host, commands, dataset):
+    said, directory = train(commands, dataset), commands.directory
+    before, after = (said[when]["generated"] for when in ("before", "after"))
+    assert after["acceptance_rate"] > before["acceptance_rate"] + 0.2
+    usual = "--model hf --torch_dtype float32 --speculative mtp --max_new_tokens 12"
+    measured = "--val_dataset val.jsonl --acceptance_json run/acceptance.json"
+    commands.ok("infer", *f"{usual} --infer_backend transformers {measured}".split())
+    host: Any = HostWithoutPlugins(vllm_host)
+    without = Commands(directory, host)
+    served = without.ok("infer", *f"{usual} --infer_backend vllm --compare {measured}".split())
+    assert answers_equal(served.stderr, 3)
+    engines = json.loads((directory / "run" / "acceptance.json").read_text())["engines"]
+    for engine in ("transformers", "vllm"):
+        assert {name: engines[engine][name] for name in after} == after
+    assert "valid" in commands.ok("doctor", "--model", "hf").stdout

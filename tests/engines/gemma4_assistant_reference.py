@@ -1,0 +1,182 @@
+"""Make trunks of Gemma 4 with assistants of transformers, for the same comparisons as `tests/engines/reference.py`.
+
+Queries have the position and the window of vLLM, and those of transformers' generation another one. So this module
+calls the layers of transformers' class with a mask and positions of its own, for all positions of a row at once.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
+
+from tests.engines.reference import Reference, stack_experts
+from tests.tiny import OWN_SIZES, make_tiny_hf, make_tiny_model, memory_name
+
+PREFIX = "mtp.assistant."
+LAYERS = 4
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+_OF_TRUNK = (
+    *("num_key_value_heads", "head_dim", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"),
+    *("rope_parameters", "vocab_size", "max_position_embeddings", "sliding_window"),
+)
+
+
+def config_for(of_trunk: dict[str, Any], **changed: Any) -> Gemma4AssistantConfig:
+    """Return the config of a tiny assistant for a trunk with this config.json."""
+    of_trunk = OWN_SIZES["gemma4_text"] | of_trunk
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": len(KINDS),
+        "num_kv_shared_layers": len(KINDS),
+        "layer_types": KINDS,
+        "num_attention_heads": 4,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        **{key: of_trunk[key] for key in _OF_TRUNK},
+    }
+    changed = {"architectures": ["Gemma4AssistantForCausalLM"], "dtype": "float32", **changed}
+    return Gemma4AssistantConfig(text_config=text, backbone_hidden_size=of_trunk["hidden_size"], **changed)
+
+
+def random_assistant(of_trunk: dict[str, Any], **changed: Any) -> Any:
+    """Return a random assistant, in which no norm or factor of a layer is 1."""
+    model: Any = Gemma4AssistantForCausalLM(config_for(of_trunk, **changed))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_((tensor.ndim == 1) + torch.randn(tensor.shape) * 0.15)
+    model.tie_weights()
+    return model
+
+
+def make_trunk(directory: Path, family: str = "gemma4_text", **options: Any) -> Path:
+    """Write a tiny trunk, whose last decoder layer has full attention; return its directory."""
+    return make_tiny_hf(directory, family, num_hidden_layers=LAYERS, tied=True, **options)
+
+
+def settings_of(directory: Path) -> dict[str, Any]:
+    """Return the settings of the language model in a config.json."""
+    config = json.loads((directory / "config.json").read_text())
+    return config.get("text_config", config)
+
+
+def make_assistant(directory: Path, trunk: Path, dtype: torch.dtype = torch.float32, **changed: Any) -> Path:
+    """Write a random assistant for a trunk in a directory of its own; return this directory."""
+    torch.manual_seed(3)
+    model = random_assistant(settings_of(trunk), **changed).to(dtype)
+    model.generation_config.num_assistant_tokens = 4
+    model.save_pretrained(directory)
+    return directory
+
+
+class AssistantReference(Reference):
+    """A trunk and an assistant of transformers."""
+
+    def __init__(self, trunk: Any, assistant: Any):
+        nn.Module.__init__(self)
+        self.trunk, self.family, self.depth = trunk, "gemma4_text", 1
+        self.assistant: Any = assistant
+        self.takes_state_before_norm, self.draft_vocab = False, []
+        self.heads = nn.ModuleList()
+
+    @classmethod
+    def of(cls, trunk: Any) -> "AssistantReference":
+        """Return a trunk with a random assistant."""
+        return cls(trunk, random_assistant(trunk.config.to_dict()))
+
+    @classmethod
+    def load(cls, trunk: Path, assistant: Path, family: str = "gemma4_text") -> "AssistantReference":
+        """Read a trunk and an assistant from their directories."""
+        config = settings_of(trunk)
+        overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype", "drafter")}
+        model = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
+        tensors = load_file(trunk / "model.safetensors")
+        named = {memory_name(family, name): tensor for name, tensor in tensors.items()}
+        missing, _ = model.load_state_dict(stack_experts(named), strict=False)
+        assert set(missing) <= {"lm_head.weight"}
+        model.tie_weights()
+        return cls(model, Gemma4AssistantForCausalLM.from_pretrained(assistant, dtype=torch.float32)).eval()
+
+    def mtp_tensors(self) -> dict[str, torch.Tensor]:
+        state = self.assistant.state_dict()
+        return {PREFIX + name: tensor.clone() for name, tensor in state.items() if name != "lm_head.weight"}
+
+    def shared_keys(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the trunk's states after its final norm, and the keys and values that assistants read."""
+        output = self.trunk.model(ids_BS, use_cache=False, return_shared_kv_states=True)
+        return output.last_hidden_state, output.shared_kv_states
+
+    def step(
+        self, embedding_BSH: torch.Tensor, state_BSH: torch.Tensor, shared: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the state that the next step reads, [B, S, H], and the logits [B, S, V], at all positions at once."""
+        model, length = self.assistant, embedding_BSH.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        windowed = seen.triu(1 - model.config.text_config.sliding_window)
+        masks = {
+            kind: torch.zeros(length, length).masked_fill(~mask, -torch.inf)[None, None]
+            for kind, mask in {"full_attention": seen, "sliding_attention": windowed}.items()
+        }
+        output = model.model(
+            inputs_embeds=model.pre_projection(torch.cat((embedding_BSH, state_BSH), dim=-1)),
+            attention_mask=masks,
+            position_ids=torch.arange(length)[None],
+            shared_kv_states=shared,
+            use_cache=False,
+        )
+        return model.post_projection(output.last_hidden_state), model.lm_head(output.last_hidden_state)
+
+    def trained_logits(
+        self, rows_BS: torch.Tensor, hidden_BSH: torch.Tensor, num_drafts: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        state, shared = self.shared_keys(rows_BS[:, :-1])
+        pairs, padded = [], nn.functional.pad(rows_BS, (0, num_drafts))
+        for draft in range(num_drafts):
+            ids_BS = padded[:, draft + 1 : draft + rows_BS.shape[1]]
+            state, logits = self.step(self.trunk.get_input_embeddings()(ids_BS), state, shared)
+            known = rows_BS.shape[1] - draft - 2
+            pairs.append((logits[:, :known], rows_BS[:, draft + 2 :]))
+        return pairs
+
+    @torch.no_grad()
+    def draft_logits_at(
+        self, row: list[int], lengths: Sequence[int], num_tokens: int, trunk_states_BSH: torch.Tensor
+    ) -> torch.Tensor:
+        longest = max(lengths)
+        state, shared = self.shared_keys(torch.tensor([row[: longest - 1]]))
+        read, logits = torch.tensor([row[1:longest]]), []
+        for _ in range(num_tokens):
+            state, of_draft = self.step(self.trunk.get_input_embeddings()(read), state, shared)
+            read = of_draft.argmax(-1)
+            logits.append(of_draft[0, torch.tensor(lengths) - 2])
+        return torch.stack(logits, dim=1)
+
+
+def declare(directory: Path, assistant: dict[str, Any]) -> Path:
+    """Let config.json declare an assistant with this config.json; return the directory."""
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("num_nextn_predict_layers", None)
+    drafter = {
+        "kind": "gemma4_assistant",
+        "layers": 1,
+        "feature_layers": [LAYERS - 2, LAYERS - 1],
+        "config": assistant,
+    }
+    (directory / "config.json").write_text(json.dumps({**config, "drafter": drafter}, indent=2))
+    return directory
+
+
+def add_assistant(directory: Path) -> Path:
+    """Add a random assistant to a trunk without heads; return the directory."""
+    torch.manual_seed(3)
+    of_trunk = json.loads((directory / "config.json").read_text())
+    model = random_assistant(of_trunk)
+    own = {PREFIX + name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors = load_file(directory / "model.safetensors") | own
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return declare(directory, model.config.to_dict())
