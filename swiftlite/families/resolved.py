@@ -122,6 +122,6 @@ def resolve_options(args: Any) -> dict[str, HfModel]:
         models["model"] = replace(model, config=config, family=get(config, model.directory))
     if getattr(args, "drafter", None) or getattr(args, "mtp_features", None):
         model = models["model"]
-        config = with_drafter(model.config, args.drafter, args.drafter_layers, args.mtp_features)
+        config = with_drafter(model.config, args.drafter, args.drafter_layers, args.mtp_features, args.markov_rank)
         models["model"] = replace(model, config=config)
     return models

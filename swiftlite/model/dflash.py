@@ -1,7 +1,7 @@
-"""The module of a DFlash drafter (`families/dflash.py`).
+"""The module of DFlash and DSpark drafters (`families/dflash.py`).
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, F features, K queries of a
-block, R rotary channels.
+block, R rotary channels, V vocabulary, r rank of the Markov head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,7 @@ from swiftlite.model.attention.block_attention import Context, joined
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.layers.recompute import checkpoint
+from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
 
 
 class DFlashLayer(DrafterLayer):
@@ -36,6 +37,9 @@ class DFlashLayer(DrafterLayer):
         norm: class of the norms of the context and of the output.
         num_features: F.
         mask_token: the token in place of unknown tokens.
+        samples_from_anchor: whether the anchor's own state predicts the first draft.
+        vocab: V.
+        markov_rank: r; 0 without a Markov head.
         options: further arguments of megatron-core's MTP layer.
     """
 
@@ -50,6 +54,9 @@ class DFlashLayer(DrafterLayer):
         norm: type,
         num_features: int,
         mask_token: int,
+        samples_from_anchor: bool,
+        vocab: int,
+        markov_rank: int,
         **options: Any,
     ):
         config = copy(config)  # unlike `replace`, it does not derive other fields again
@@ -72,6 +79,26 @@ class DFlashLayer(DrafterLayer):
             built.self_attention.k_layernorm.weight.requires_grad_(False)  # see `families/dflash.py`
             setattr(self, f"decoder_layer_{number}", built)
         self.final_layernorm = norm(config, hidden, config.layernorm_epsilon)
+        self.samples_from_anchor = samples_from_anchor
+        self.markov_embedding = self.markov_output = None
+        if markov_rank:
+            self._add_markov_head(vocab, markov_rank)
+
+    def _add_markov_head(self, vocab: int, rank: int) -> None:
+        config, num_ranks = copy(self.config), self.tp_group.size()
+        self.markov_embedding = nn.Embedding(vocab, rank, dtype=config.params_dtype)  # whole on every rank, as `fc`
+        self.markov_embedding.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        config.sequence_parallel = False  # its inputs are whole rows (`GPTModel.whole_sequence`)
+        assert config.init_method is not None
+        self.markov_output = ColumnParallelLinear(
+            rank,
+            -(-vocab // num_ranks) * num_ranks,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.tp_group,
+        )
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -85,9 +112,11 @@ class DFlashLayer(DrafterLayer):
 
     @classmethod
     def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
-        """Return the states [S, B, H] of all drafts of the only layer."""
+        """Return the states [S, B, H] of all drafts of the only layer. With a Markov head, the row of W1 for the token
+        before each draft follows: [S, B, H + r]."""
         (layer,) = layers
-        num_queries = len(inputs.tokens) + 1
+        num_drafts = len(inputs.tokens)
+        num_queries = num_drafts + (not layer.samples_from_anchor)
         num_parts = layer.tp_group.size() if layer.config.sequence_parallel else 1
         # The anchor is one position after s. Rotary embeddings are [2, S, ...].
         rotary_embs = [inputs.rotary(1 + query).transpose(0, 1) for query in range(num_queries)]
@@ -100,11 +129,15 @@ class DFlashLayer(DrafterLayer):
             cache=inputs.cache,
         )
         mask_SBH = inputs.embed_token(layer.mask_token)
-        queries_SBH = torch.cat([inputs.embed(0), *[mask_SBH] * len(inputs.tokens)])
+        queries_SBH = torch.cat([inputs.embed(0), *[mask_SBH] * (num_queries - 1)])
         if layer.config.recompute_granularity == "full" and layer.training:
             forward = partial(checkpoint, layer.config, layer.tp_group, forward)
-        # The rows of this rank are one after the other. The anchor's own state predicts nothing.
-        return list(forward(inputs.hidden_SBH, queries_SBH).chunk(num_queries))[1:]
+        # The rows of this rank are one after the other.
+        states_SBH = list(forward(inputs.hidden_SBH, queries_SBH).chunk(num_queries))[-num_drafts:]
+        if layer.markov_embedding is None:
+            return states_SBH
+        before_SBr = [layer.markov_embedding(inputs.ids(draft)) for draft in range(num_drafts)]
+        return [torch.cat(pair, dim=-1) for pair in zip(states_SBH, before_SBr, strict=True)]
 
     def forward(
         self,

@@ -107,8 +107,13 @@ def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> 
         directory = _directory_of("model", args.model)
     hf_config = read_hf_config(config_directory(directory))
     given = vars(args)
-    of_head = given.get("mtp_features") or ()
-    hf_config = with_drafter(hf_config, given.get("drafter"), given.get("drafter_layers"), of_head)
+    hf_config = with_drafter(
+        hf_config,
+        given.get("drafter"),
+        given.get("drafter_layers"),
+        given.get("mtp_features") or (),
+        given.get("markov_rank"),
+    )
     if isinstance(args, RmArgs):
         hf_config = as_reward_model(hf_config)
     return Facts(world_size, hf_config, directory, names, machine)

@@ -47,6 +47,8 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "features, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
     "dflash": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "dflash, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
+    "dspark": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
+    "dspark, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "ce"}),
 }
 CHOSEN = {
     "unroll": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
@@ -65,6 +67,8 @@ CHOSEN = {
     "features, packed": ("CP2", "PP2"),
     "dflash": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
     "dflash, packed": ("TP2+SP", "CP2"),
+    "dspark": ("TP2", "TP2+SP", "PP2", "CP2", "DP2"),
+    "dspark, packed": ("TP2+SP", "CP2"),
 }
 LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "PP2 MTP apart")} | {"TP2+SP": TP2_SP}
 
@@ -76,6 +80,8 @@ def add_drafter(directory: Path, way: str) -> None:
         feature_reference.add_head(directory, "qwen3", [1, 3])
     elif way.startswith("dflash"):
         dflash_reference.add_drafter(directory, [1, 3], layers=2)
+    elif way.startswith("dspark"):
+        dflash_reference.add_drafter(directory, [1, 3], layers=2, rank=8)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +144,11 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         ("dflash", "CP2"),
         ("dflash", "PP2"),
         ("dflash", "PP2 MTP apart"),
+        ("dspark", "TP2"),
+        ("dspark", "DP2"),
+        ("dspark", "CP2"),
+        ("dspark", "PP2"),
+        ("dspark, packed", "CP2"),
     ),
 )
 def test_a_layout_changes_nothing(computed, way, name):
@@ -152,7 +163,7 @@ def test_every_depth_is_measured(computed, way):
     _, results = computed
     for step in results[way, "alone"].metrics:
         depths = {name for name in step if name.startswith("mtp_")}
-        count = 3 if way.startswith(("unroll", "eagle3", "features", "dflash")) else 2
+        count = 3 if way.startswith(("unroll", "eagle3", "features", "dflash", "dspark")) else 2
         assert depths == {f"mtp_{k}_{what}" for k in range(1, count + 1) for what in ("loss", "acceptance")}
         assert all(step[f"mtp_{k}_loss"] > 0.1 for k in range(1, count + 1))
 

@@ -23,7 +23,7 @@ from swiftlite.plan.heads import (
     new_heads_learn_alone,
     why_no_fit,
 )
-from swiftlite.plan.layout import choices, layout_of
+from swiftlite.plan.layout import choices, layout_of, mtp_is_with_losses
 from swiftlite.rules import common
 
 
@@ -99,8 +99,17 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if args.drafter_layers is not None and args.drafter != dflash.KIND:
-        yield f"--drafter_layers {args.drafter_layers} requires --drafter dflash", "remove it, or use --drafter dflash"
+    if args.drafter_layers is not None and args.drafter not in dflash.KINDS:
+        names = " or ".join(dflash.KINDS)
+        yield f"--drafter_layers {args.drafter_layers} requires --drafter {names}", "remove it, or add --drafter dflash"
+    if args.markov_rank is not None and args.drafter != dflash.DSPARK:
+        yield f"--markov_rank {args.markov_rank} requires --drafter dspark", "remove it, or use --drafter dspark"
+    if facts.heads.kind == dflash.DSPARK and not mtp_is_with_losses(layout_of(args)):
+        yield (
+            f"--pipeline_model_parallel_layout {args.pipeline_model_parallel_layout}: the Markov head of a DSpark "
+            "drafter is a part of the output layer",
+            "put m on the stage of L",
+        )
     if args.mtp_features and args.drafter:
         problem = f"--mtp_features is for MTP heads, not for --drafter {args.drafter}, which reads features anyway"
         yield problem, "remove one of the two"
