@@ -55,6 +55,8 @@ MARKOV_RANK = 256
 """Rank of published drafters."""
 WEIGHT_OF_NEXT = 0.78
 """Weight of each draft's loss relative to the previous one, exp(-1/4), as for published drafters."""
+MARKOV_OUTPUT = "markov_head.markov_w2.weight"
+"""Name of W2 in files."""
 _PREFIXES = ("fc.", "hidden_norm.", "layers.", "markov_head.", "norm.")
 
 
@@ -149,7 +151,7 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
         matrix = (hf_config["vocab_size"], rank)
         rows += [
             Row("markov_embedding.weight", {"markov_head.markov_w1.weight": matrix}),
-            Row("markov_output.weight", {"markov_head.markov_w2.weight": matrix}, PadEnd()),
+            Row("markov_output.weight", {MARKOV_OUTPUT: matrix}, PadEnd()),
         ]
     of_layer = layer_of(family.architecture(hf_config), hf_config).rows()
     for number in range(num_decoder_layers(hf_config)):
