@@ -14,6 +14,7 @@ from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.loading.load_report import LoadReport, other_version
 from swiftlite.engines.served_model import fed_otherwise
 from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.drafters import draft_method_of
 from swiftlite.gguf.examine import Examined, examine
 from swiftlite.gguf.write import draft_file_of
 
@@ -30,7 +31,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
 
 def _of_two_files(file: Path, draft_file: Path) -> LoadReport:
     """Return the load report for a trunk and a drafter in a file of its own."""
-    target, draft = examine(file).architecture, examine(draft_file).architecture
+    target, draft = examine(file).architecture, draft_method_of(draft_file)
     words, problems = program(), []
     if words is not None:
         try:
