@@ -39,7 +39,7 @@ _TRUNK_IS_TRAINED = {
     **dict.fromkeys(
         (
             *("cache_trunk_states", "stream_trunk", "stream_trunk_gb", "drafter", "drafter_layers", "markov_rank"),
-            "mtp_features",
+            *("drafter_anchors", "mtp_features"),
         ),
         "it requires a frozen trunk",
     ),

@@ -97,6 +97,9 @@ class MtpArgs:
     markov_rank: bounds.MarkovRank | None = None
     """With --drafter dspark: rank of the matrix with which a draft token depends on the previous one. Default: that of
     the checkpoint, or 256."""
+    drafter_anchors: bounds.PositiveFraction = 1.0
+    """With --drafter dflash or dspark: share of the positions from which a step drafts, in random runs of 64. Fewer
+    take less time and memory, so that a drafter sees more rows. An evaluation drafts from all positions."""
     mtp_features: list[int] = field(default_factory=list)
     """With heads_only: numbers of decoder layers whose outputs the MTP head reads in addition to the last state of
     the trunk, counted from 1, such as 15,27 of 30 layers: a middle and a late one. For 20,000 tokens of answers and

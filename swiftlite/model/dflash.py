@@ -110,6 +110,11 @@ class DFlashLayer(DrafterLayer):
         """The decoder layers, in order."""
         return [getattr(self, f"decoder_layer_{number}") for number in range(self.num_decoder_layers)]
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether queries at some positions can be left out: sequence parallelism and FP8 require certain numbers."""
+        return not (self.config.sequence_parallel or self.config.fp8 or self.config.fp4)
+
     @classmethod
     def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
         """Return the states [S, B, H] of all drafts of the only layer. With a Markov head, the row of W1 for the token
@@ -118,22 +123,32 @@ class DFlashLayer(DrafterLayer):
         num_drafts = len(inputs.tokens)
         num_queries = num_drafts + (not layer.samples_from_anchor)
         num_parts = layer.tp_group.size() if layer.config.sequence_parallel else 1
+        drafted = inputs.drafted if layer.can_leave_out else None
+
+        def chosen(row: torch.Tensor) -> torch.Tensor:
+            return row if drafted is None else row.index_select(0, drafted.to(row.device))
+
         # The anchor is one position after s. Rotary embeddings are [2, S, ...].
-        rotary_embs = [inputs.rotary(1 + query).transpose(0, 1) for query in range(num_queries)]
+        rotary_embs = [chosen(inputs.rotary(1 + query).transpose(0, 1)) for query in range(num_queries)]
         forward = partial(
             layer,
+            num_queries=num_queries,
+            runs=None if drafted is None else _runs(drafted),
             context_rotary=inputs.rotary(0),
             rotary=joined(rotary_embs, num_parts).transpose(0, 1),
             num_parts=num_parts,
             packed_seq_params=inputs.packed_seq_params,
             cache=inputs.cache,
         )
-        mask_SBH = inputs.embed_token(layer.mask_token)
-        queries_SBH = torch.cat([inputs.embed(0), *[mask_SBH] * (num_queries - 1)])
+        mask_SBH = chosen(inputs.embed_token(layer.mask_token))
+        queries_SBH = torch.cat([chosen(inputs.embed(0)), *[mask_SBH] * (num_queries - 1)])
         if layer.config.recompute_granularity == "full" and layer.training:
             forward = partial(checkpoint, layer.config, layer.tp_group, forward)
         # The rows of this rank are one after the other.
         states_SBH = list(forward(inputs.hidden_SBH, queries_SBH).chunk(num_queries))[-num_drafts:]
+        if drafted is not None:
+            whole_SBH = torch.zeros_like(inputs.hidden_SBH[..., : states_SBH[0].size(-1)])
+            states_SBH = [whole_SBH.index_copy(0, drafted.to(part.device), part) for part in states_SBH]
         if layer.markov_embedding is None:
             return states_SBH
         before_SBr = [layer.markov_embedding(inputs.ids(draft)) for draft in range(num_drafts)]
@@ -146,6 +161,8 @@ class DFlashLayer(DrafterLayer):
         *,
         context_rotary: torch.Tensor,
         rotary: torch.Tensor,
+        num_queries: int,
+        runs: tuple[tuple[int, int], ...] | None,
         num_parts: int,
         packed_seq_params: PackedSeqParams | None,
         cache: Cache | None,
@@ -154,11 +171,11 @@ class DFlashLayer(DrafterLayer):
 
         Args:
             features_SBH: features, [S, B, F * H].
-            queries_SBH: embeddings of the anchor and of the mask token, [K * S, B, H].
+            queries_SBH: embeddings of the anchor and of the mask token, [K * S, B, H], or only at the positions of
+                `runs`.
             context_rotary, rotary: rotary embeddings of the context and of the queries, [2, ..., 1, 1, R].
-            num_parts, cache: as for `Context`.
+            num_queries, runs, num_parts, cache: as for `Context`.
         """
-        num_queries = len(queries_SBH) // len(features_SBH)
         context_SBH = self.hidden_norm(self.fc(features_SBH))
         for layer in self.decoder_layers:
             with get_fp8_context(self.config), get_fp4_context(self.config):
@@ -166,8 +183,16 @@ class DFlashLayer(DrafterLayer):
                 _, key_SBGD, value_SBGD = of_context
                 queries_SBH, _ = layer(
                     hidden_states=queries_SBH,
-                    attention_mask=Context(key_SBGD, value_SBGD, num_queries, num_parts, cache),
+                    attention_mask=Context(key_SBGD, value_SBGD, num_queries, num_parts, cache, runs),
                     rotary_pos_emb=rotary,
                     packed_seq_params=packed_seq_params,
                 )
         return self.final_layernorm(queries_SBH)
+
+
+def _runs(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return (start, end) of the runs of consecutive positions, ascending."""
+    (breaks,) = (positions.diff() != 1).nonzero(as_tuple=True)
+    starts = [0, *(breaks + 1).tolist()]
+    ends = [*starts[1:], len(positions)]
+    return tuple((int(positions[start]), int(positions[end - 1]) + 1) for start, end in zip(starts, ends, strict=True))

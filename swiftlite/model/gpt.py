@@ -251,6 +251,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             inputs.packed_seq_params,
             mtp_tokens,
             placed=mtp_placed,
+            drafted=inputs.drafted,
         )
         return StageStates(states.trunk_SBH, heads_SBH=heads_SBH)
 
@@ -459,6 +460,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         tokens: Sequence[RoutedTokens | None] | None = None,
         cache: Cache | None = None,
         placed: Sequence[Placed | None] | None = None,
+        drafted: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Return the states [S, B, H] of each draft, which the layers of the drafter compute (`DrafterLayer`).
 
@@ -469,6 +471,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             tokens: description of the tokens for the routers of each depth; None: routers do not count their load.
             cache: cache of the rows in decoding.
             placed: outputs of the tower for placeholder tokens of each depth.
+            drafted: as for `ModelInputs`.
         """
         tokens = tokens or [None] * self.heads.drafts
         placed = placed or [None] * self.heads.drafts
@@ -485,7 +488,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
 
         layers: Any = self.mtp.layers
         inputs = DraftInputs(
-            hidden_SBH, embed, ids, embed_token, rotary, packed_seq_params, tokens, cache, self.drafting
+            hidden_SBH, embed, ids, embed_token, rotary, packed_seq_params, tokens, cache, self.drafting, drafted
         )
         return type(layers[0]).draft(layers, inputs)
 

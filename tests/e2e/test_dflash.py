@@ -80,7 +80,9 @@ def test_a_draft_vocabulary(vllm_host, tmp_path, mesh):
 
 @pytest.mark.engine
 @needs_vllm
-@pytest.mark.parametrize(("family", "layers", "num_tokens"), some_of([("llama", 2, 3), ("qwen3", 1, 1)], ("llama", 2, 3)))
+@pytest.mark.parametrize(
+    ("family", "layers", "num_tokens"), some_of([("llama", 2, 3), ("qwen3", 1, 1)], ("llama", 2, 3))
+)
 def test_counts_of_dspark(family, layers, num_tokens, vllm_host, tmp_path, mesh):
     prompts = write_drafted(tmp_path / "model", family, layers, RANK)
     reference = DFlashReference.load(tmp_path / "model", family)

@@ -1,5 +1,5 @@
-"""Test that llama.cpp drafts with EAGLE-3, DFlash and DSpark drafters: tokens and draft counts of each request equal those of
-an independent reference."""
+"""Test that llama.cpp drafts with EAGLE-3, DFlash and DSpark drafters: tokens and draft counts of each request equal
+those of an independent reference."""
 
 import json
 from collections.abc import Callable
@@ -75,7 +75,8 @@ def expected_of(reference: DrafterReference, prompt: list[int], row: list[int], 
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "num_tokens"), some_of(CASES, ("dflash", "qwen3", 3), ("dspark", "llama", 3), ("eagle3", "mistral", 3))
+    ("kind", "family", "num_tokens"),
+    some_of(CASES, ("dflash", "qwen3", 3), ("dspark", "llama", 3), ("eagle3", "mistral", 3)),
 )
 def test_requests_equal_the_reference(kind, family, num_tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))

@@ -178,7 +178,9 @@ def declare(directory: Path, features: list[int], layers: int = 1, rank: int = 0
     """Let config.json declare the drafter; return the directory."""
     config = json.loads((directory / "config.json").read_text())
     config.pop("num_nextn_predict_layers", None)
-    (directory / "config.json").write_text(json.dumps({**config, "drafter": declared(features, layers, rank)}, indent=2))
+    (directory / "config.json").write_text(
+        json.dumps({**config, "drafter": declared(features, layers, rank)}, indent=2)
+    )
     return directory
 
 

@@ -48,7 +48,10 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dflash": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "dflash, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
     "dspark": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
-    "dspark, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "ce"}),
+    "dspark, packed": (
+        *("qwen3", 0),
+        UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "ce", "drafter_anchors": 0.6},
+    ),
 }
 CHOSEN = {
     "unroll": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
@@ -68,7 +71,7 @@ CHOSEN = {
     "dflash": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
     "dflash, packed": ("TP2+SP", "CP2"),
     "dspark": ("TP2", "TP2+SP", "PP2", "CP2", "DP2"),
-    "dspark, packed": ("TP2+SP", "CP2"),
+    "dspark, packed": ("TP2+SP", "CP2", "DP2"),
 }
 LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "PP2 MTP apart")} | {"TP2+SP": TP2_SP}
 
@@ -148,7 +151,8 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         ("dspark", "DP2"),
         ("dspark", "CP2"),
         ("dspark", "PP2"),
-        ("dspark, packed", "CP2"),
+        ("dspark, packed", "TP2+SP"),
+        ("dspark, packed", "DP2"),
     ),
 )
 def test_a_layout_changes_nothing(computed, way, name):

@@ -3,8 +3,8 @@
 vLLM runs them only in its newer model runner: "Model Runner V1 does not support: dspark speculative decoding"
 (`VllmConfig._get_v1_model_runner_unsupported_features`, vllm/config/vllm.py of 0.32, called when an engine starts). The
 older runner has the class `DFlashProposer` for DFlash (v1/spec_decode/dflash.py), whose block differs from that of
-DSpark (`families/dflash.py`). The subclass here builds the block of DSpark, and selects the most likely drafts from left
-to right with the Markov head. The draft model itself is vLLM's. Drafts are not drawn at a temperature above 0.
+DSpark (`families/dflash.py`). The subclass here builds the block of DSpark, and selects the most likely drafts from
+left to right with the Markov head. The draft model itself is vLLM's. Drafts are not drawn at a temperature above 0.
 
 With Triton nothing is replaced. Without the replacements, tests/e2e/test_dflash.py fails for DSpark.
 """

@@ -104,6 +104,9 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
         yield f"--drafter_layers {args.drafter_layers} requires --drafter {names}", "remove it, or add --drafter dflash"
     if args.markov_rank is not None and args.drafter != dflash.DSPARK:
         yield f"--markov_rank {args.markov_rank} requires --drafter dspark", "remove it, or use --drafter dspark"
+    if args.drafter_anchors < 1 and facts.heads.kind not in dflash.KINDS:
+        problem = f"--drafter_anchors {args.drafter_anchors} requires a block drafter"
+        yield problem, "remove it, or use --drafter dflash"
     if facts.heads.kind == dflash.DSPARK and not mtp_is_with_losses(layout_of(args)):
         yield (
             f"--pipeline_model_parallel_layout {args.pipeline_model_parallel_layout}: the Markov head of a DSpark "
