@@ -13,9 +13,9 @@ Keys and values of c are those of the layer, without its input norm. All states 
 The kinds differ in two settings (`MARKOV_KEY`, `samples_from_anchor`):
 
     DFlash    The anchor predicts nothing: N drafts have N + 1 queries, and no draft reads another one's token.
-    DSpark    N drafts have N queries: the anchor and N - 1 mask tokens. The query at s + 1 + k predicts token
-              s + 2 + k. Its logits have W2 W1[token s + 1 + k] added (Markov head, rank r). This token is the previous draft in an
-              engine, which selects drafts from left to right, and that of the data in training.
+    DSpark    N drafts have N queries: the anchor and N - 1 mask tokens. The query at s + 1 + k, from k = 0 on, predicts
+              token s + 2 + k. Its logits have W2 W1[token s + 1 + k] added (Markov head, rank r). This token is the
+              previous draft in an engine, which selects drafts from left to right, and that of the data in training.
 
 Norms of keys are not trained: vLLM 0.32 on a CPU applies the norm of the first layer to the context of all layers
 (`DFlashQwen3Model._normalize_context_k`). With weights of 1, both are the same; the norm of queries can express a

@@ -37,7 +37,13 @@ def test_runs_are_selected_anew_in_each_step():
         places.append(of_runs.all(dim=1))
     assert not torch.equal(places[0], places[1])
     assert not torch.equal(places[1], places[2])
-    assert with_anchors(list, 1.0, seed=7) is list
+
+
+def test_all_positions_are_the_default():
+    def get(step: int) -> list[Batch]:
+        return []
+
+    assert with_anchors(get, 1.0, seed=7) is get
 
 
 def test_a_selection_does_not_depend_on_other_sequences():

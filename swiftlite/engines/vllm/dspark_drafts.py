@@ -80,5 +80,6 @@ def install() -> None:
     if hasattr(stock, "__wrapped__"):
         return
     VllmConfig._get_v1_model_runner_unsupported_features = without_dspark(stock)
-    SpeculativeConfig.use_dflash = uses_block
-    gpu_model_runner.DFlashProposer = block_proposer(gpu_model_runner.DFlashProposer)
+    SpeculativeConfig.use_dflash = uses_block  # pyright: ignore[reportAttributeAccessIssue]
+    runner: Any = gpu_model_runner
+    runner.DFlashProposer = block_proposer(runner.DFlashProposer)

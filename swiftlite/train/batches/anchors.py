@@ -39,7 +39,7 @@ def with_anchors(get: Callable[[int], Sequence[Batch]], share: float, seed: int)
 
 
 def _random(seed: int, step: int, ids: np.ndarray) -> np.random.Generator:
-    digest = hashlib.sha256(np.ascontiguousarray(ids, np.int64)).digest()
+    digest = hashlib.sha256(ids.astype(np.int64).tobytes()).digest()
     return np.random.default_rng([seed, step, int.from_bytes(digest[:8], "little")])
 
 
