@@ -809,6 +809,9 @@ class SpeedupOptions:
 
     output_dir: str = ""
     """Directory for all results; the same command resumes from it, and a larger --budget continues."""
+    drafter: Literal["mtp", "auto", "eagle3.1", "dflash", "dspark"] = "mtp"
+    """What is trained: MTP heads, or another drafter as for megatron sft. auto: MTP heads, and with a budget of 45m or
+    more also dspark; the one with the higher measured speed is recommended."""
     budget: str = "1h"
     """Time for the whole command, such as 45m or 1h30m; at least 5m. No round starts that would exceed it, except the
     first; bench runs in any case."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, PlannedRun, RmArgs
+from swiftlite.args.commands import DoctorArgs, ExportArgs, PlannedRun, RmArgs, SftArgs
 from swiftlite.args.config import near
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
@@ -106,7 +106,7 @@ def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> 
     if not is_of_run:
         directory = _directory_of("model", args.model)
     hf_config = read_hf_config(config_directory(directory))
-    given = vars(args)
+    given = vars(args) if isinstance(args, SftArgs) else {}
     hf_config = with_drafter(
         hf_config,
         given.get("drafter"),

@@ -73,13 +73,14 @@ def block_proposer(stock: Any) -> Any:
 
 def install() -> None:
     """Replace vLLM's methods and its class; repeated calls have no effect."""
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm import config
     from vllm.v1.worker import gpu_model_runner
 
-    stock = VllmConfig._get_v1_model_runner_unsupported_features
+    configs: Any = config
+    runner: Any = gpu_model_runner
+    stock = configs.VllmConfig._get_v1_model_runner_unsupported_features
     if hasattr(stock, "__wrapped__"):
         return
-    VllmConfig._get_v1_model_runner_unsupported_features = without_dspark(stock)
-    SpeculativeConfig.use_dflash = uses_block  # pyright: ignore[reportAttributeAccessIssue]
-    runner: Any = gpu_model_runner
+    configs.VllmConfig._get_v1_model_runner_unsupported_features = without_dspark(stock)
+    configs.SpeculativeConfig.use_dflash = uses_block
     runner.DFlashProposer = block_proposer(runner.DFlashProposer)

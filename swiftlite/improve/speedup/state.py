@@ -30,6 +30,7 @@ class Progress:
         unfinished: seconds so far of each step that is running or was interrupted.
         acceptance: accepted drafts per position on the held-out prompts, by name of the heads: "model" for the heads of
             --model, "round-1" for those of the first round.
+        candidate: accepted drafts per position of another drafter than that of the rounds; empty without one.
         preparation: seconds before the first step of each attempt, such as those of the conversion of a GGUF file.
     """
 
@@ -38,6 +39,7 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)
     unfinished: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, list[float]] = field(default_factory=dict)
+    candidate: list[float] = field(default_factory=list)
     preparation: float = 0.0
 
     @classmethod
