@@ -152,7 +152,7 @@ class Commands:
 
     @property
     def drafter(self) -> str:
-        """What the rounds train."""
+        """The value of --drafter for the rounds."""
         return MTP if self.args.drafter == "auto" else self.args.drafter
 
     def _drafter(self, drafter: str) -> list[str]:
