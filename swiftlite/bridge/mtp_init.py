@@ -66,7 +66,7 @@ def pass_through(names: Iterable[str], norm_start: float) -> dict[str, Fill]:
         "eh_proj.first": partial(_multiply, factor=STATE_FACTOR),
         "eh_proj.later": partial(_multiply, factor=STATE_FACTOR),
         "fc": _last_feature,
-        "markov_output": lambda shard: shard.tensor.zero_(),
+        "markov_output": _zero,
     }
     found = {}
     for name in names:
@@ -117,6 +117,10 @@ def _pass_through(shard: Shard) -> None:
     shard.tensor.zero_()
     shard.tensor[local_rows, rows] = 1.0
     shard.tensor[local_rows, num_columns // 2 + rows] = STATE_FACTOR
+
+
+def _zero(shard: Shard) -> None:
+    shard.tensor.zero_()
 
 
 def _multiply(shard: Shard, factor: float) -> None:

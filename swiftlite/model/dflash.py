@@ -23,6 +23,7 @@ from swiftlite.model.attention.cache import Cache
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.layers.recompute import checkpoint
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
+from swiftlite.runtime.device import on_device
 
 
 class DFlashLayer(DrafterLayer):
@@ -123,17 +124,19 @@ class DFlashLayer(DrafterLayer):
         num_drafts = len(inputs.tokens)
         num_queries = num_drafts + (not layer.samples_from_anchor)
         num_parts = layer.tp_group.size() if layer.config.sequence_parallel else 1
-        drafted = inputs.drafted if layer.can_leave_out else None
+        drafted, runs = None, None
+        if inputs.drafted is not None and layer.can_leave_out:
+            drafted, runs = on_device(inputs.drafted, inputs.hidden_SBH.device), _runs(inputs.drafted)
 
         def chosen(row: torch.Tensor) -> torch.Tensor:
-            return row if drafted is None else row.index_select(0, drafted.to(row.device))
+            return row if drafted is None else row.index_select(0, drafted)
 
         # The anchor is one position after s. Rotary embeddings are [2, S, ...].
         rotary_embs = [chosen(inputs.rotary(1 + query).transpose(0, 1)) for query in range(num_queries)]
         forward = partial(
             layer,
             num_queries=num_queries,
-            runs=None if drafted is None else _runs(drafted),
+            runs=runs,
             context_rotary=inputs.rotary(0),
             rotary=joined(rotary_embs, num_parts).transpose(0, 1),
             num_parts=num_parts,
@@ -148,7 +151,7 @@ class DFlashLayer(DrafterLayer):
         states_SBH = list(forward(inputs.hidden_SBH, queries_SBH).chunk(num_queries))[-num_drafts:]
         if drafted is not None:
             whole_SBH = torch.zeros_like(inputs.hidden_SBH[..., : states_SBH[0].size(-1)])
-            states_SBH = [whole_SBH.index_copy(0, drafted.to(part.device), part) for part in states_SBH]
+            states_SBH = [whole_SBH.index_copy(0, drafted, part) for part in states_SBH]
         if layer.markov_embedding is None:
             return states_SBH
         before_SBr = [layer.markov_embedding(inputs.ids(draft)) for draft in range(num_drafts)]

@@ -121,7 +121,9 @@ def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Sequence
     Each round has a row over all held-out prompts. The best heads also have a row for each channel (label of dataset
     rows).
     """
-    measured = [(ALL, name, shares) for name, shares in progress.acceptance.items()]
+    measured: list[tuple[str, str, Sequence[float]]] = [
+        (ALL, name, shares) for name, shares in progress.acceptance.items()
+    ]
     if progress.candidate:
         measured.append((ALL, CANDIDATE, progress.candidate))
     for channel, shares in by_channel.items():
