@@ -149,7 +149,7 @@ HEADS_WITH_COPIES = ("glm4_moe", *LATENT)
 NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3", *STEP)
 WITH_OWN_OUTPUT = STEP
 """Families whose heads have output layers of their own."""
-NEVER_TIED = ("mimo_v2_flash", *STEP)
+NEVER_TIED = ("mimo_v2_flash", "mixtral", *STEP)
 """Families whose output layer is never tied: engines do not support it. Tests of tied ones have untied ones instead."""
 WITH_SHARED_NORM = ("ernie4_5_moe",)
 """Families whose heads have no output norm of their own, but the trunk's final norm."""
@@ -170,6 +170,7 @@ HUB_NAMES: dict[str, dict[str, str]] = {
     },
     "minimax_m2": {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 }
+HUB_NAMES["mixtral"] = HUB_NAMES["minimax_m2"]
 HUB_NAMES["step3p7"] = HUB_NAMES["step3p5"]
 CHATML = """\
 {%- for message in messages %}

@@ -29,6 +29,7 @@ from swiftlite.families.models.mimo_v2_flash import MIMO_V2_FLASH
 from swiftlite.families.models.minimax_m2 import MINIMAX_M2
 from swiftlite.families.models.mistral import MISTRAL
 from swiftlite.families.models.mistral3 import MISTRAL3
+from swiftlite.families.models.mixtral import MIXTRAL
 from swiftlite.families.models.olmo2 import OLMO2
 from swiftlite.families.models.olmo3 import OLMO3
 from swiftlite.families.models.phi3 import PHI3
@@ -72,6 +73,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
     "mistral3": MISTRAL3,
+    "mixtral": MIXTRAL,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "phi3": PHI3,

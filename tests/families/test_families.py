@@ -132,6 +132,7 @@ OWN_NEUTRAL = {
         "use_qk_norm",
         "use_routing_bias",
     },
+    "mixtral": {"router_jitter_noise"},
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "smollm3": {"attention_bias", "mlp_bias"},
     "step3p5": {
@@ -256,6 +257,7 @@ OWN_READ = {
     },
     "minimax_m2": {"num_experts_per_tok", "num_local_experts", "rotary_dim"},
     "mistral": {"sliding_window"},
+    "mixtral": {"num_experts_per_tok", "num_local_experts"},
     "olmo3": {"sliding_window"},
     "seed_oss": {"attention_bias"},
     "gpt_oss": {"num_experts_per_tok", "num_local_experts", "sliding_window"},
@@ -441,6 +443,10 @@ def test_a_field_left_out_has_the_default_of_transformers(family):
     assert families.FAMILIES[family].outside(config).is_tied is CLASSES[family][0]().tie_word_embeddings
 
 
+ONLY_EXPERTS = ("gpt", "minimax", "mixtral", "qwen")
+"""Names of families all of whose layers with an MLP are mixtures start with one of these."""
+
+
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_mcore_config(family):
     config = families.FAMILIES[family].architecture(hf_config(family, rms_norm_eps=1e-5)).mcore_config()
@@ -450,7 +456,9 @@ def test_mcore_config(family):
         "num_layers": 2,
         "hidden_size": 64,
         **(
-            {} if family.startswith(("gpt", "minimax", "qwen")) and family in MOE else {"ffn_hidden_size": 96}
+            {}
+            if family.startswith(("gpt", "minimax", "mixtral", "qwen")) and family in MOE
+            else {"ffn_hidden_size": 96}
         ),  # all layers are mixtures
         "num_attention_heads": 4,
         "num_query_groups": 2,
@@ -626,7 +634,7 @@ REFUSED = [
     *[(family, TOPK.get(family, "num_experts_per_tok"), 5) for family in MOE],
     *[(family, TOPK.get(family, "num_experts_per_tok"), 0) for family in MOE],
     *[(family, TOPK.get(family, "num_experts_per_tok"), None) for family in MOE],
-    *[(family, "moe_intermediate_size", None) for family in MOE if family not in ("gpt_oss", "minimax_m2")],
+    *[(family, "moe_intermediate_size", None) for family in MOE if family not in ("gpt_oss", "minimax_m2", "mixtral")],
     *[("qwen3_next", key, None) for key in sorted(OF_LINEAR)],
     ("qwen3_next", "shared_expert_intermediate_size", None),
     ("qwen3_next", "head_dim", None),
@@ -735,6 +743,12 @@ REFUSED = [
         )
     ],
     ("minimax_m2", "num_experts_per_tok", 1),
+    ("mixtral", "num_experts_per_tok", 1),
+    ("mixtral", "num_local_experts", None),
+    ("mixtral", "sliding_window", 16),
+    ("mixtral", "router_jitter_noise", 0.1),
+    ("mixtral", "tie_word_embeddings", True),
+    ("mixtral", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
     ("minimax_m2", "rotary_dim", 8),
     ("minimax_m2", "rotary_dim", 15),
     ("minimax_m2", "rotary_dim", 32),
@@ -966,7 +980,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
         family
         for family in MOE
         if not family.startswith(
-            ("ernie", "gemma4", "gpt_oss", "hy_v3", "mimo", "minimax", "qwen3_5", "qwen3_vl", "step3p")
+            ("ernie", "gemma4", "gpt_oss", "hy_v3", "mimo", "minimax", "mixtral", "qwen3_5", "qwen3_vl", "step3p")
         )
     ],
 )

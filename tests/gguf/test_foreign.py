@@ -86,6 +86,7 @@ def test_every_pre_tokenizer_is_restored(expressions):
     ("values", "named"),
     [
         ({"general.architecture": "step35"}, "'step35' glm4moe"),
+        ({"general.architecture": "dflash"}, "drafter dflash X-draft.gguf"),
         ({"tokenizer.ggml.pre": "whitespace"}, "'whitespace' qwen2"),
         ({"tokenizer.ggml.model": "llama"}, "'llama' gpt2"),
     ],

@@ -67,6 +67,7 @@ MOE = (
     "gpt_oss",
     "mimo_v2_flash",
     "minimax_m2",
+    "mixtral",
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_vl_moe",
@@ -134,9 +135,11 @@ CASES = [*PLAIN, *pairwise(ROTARY, [False, True], [*ROPES][1:], [torch.float32, 
 def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dtype):
     if family == "phi3" and rope != "none":  # transformers' class has no other
         rope = "longrope"
+    if family == "mixtral":  # engines have no other
+        rope = "none"
     if family == "gpt_oss":
         rope, dtype = "yarn", torch.float32  # engines have no other rope; bfloat16 below
-    if family in ("mimo_v2_flash", "minimax_m2", *STEP):
+    if family in ("mimo_v2_flash", "minimax_m2", "mixtral", *STEP):
         dtype = torch.float32  # bfloat16 below
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family in ("glm4_moe", "minimax_m2"):
@@ -183,7 +186,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
 @pytest.mark.parametrize(("family", "depth", "dtype"), once([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Heads receive the inputs that the family's engine passes to them."""
-    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", *STEP):
+    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", *STEP):
         dtype = torch.float32  # see test_bfloat16_logits
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
     drafting = index.FAMILIES[family].mtp.drafting
@@ -309,12 +312,13 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     return output, norm("output_norm", output)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", *STEP])
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", *STEP])
 def test_bfloat16_logits(tmp_path, mesh, family):
     """transformers rounds more to bfloat16, so its logits differ. Ours are closer to exact ones.
 
     It rounds the scores of attention in gpt-oss. In MiniMax-M2, it rounds the logits of routers, and queries and keys
-    before they are multiplied by the weights of their norms; vLLM and SGLang do not.
+    before they are multiplied by the weights of their norms; vLLM and SGLang do not. In Mixtral, it rounds
+    the logits of routers.
     """
     directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16)
     input_ids, position_ids = ids_and_positions(48)

@@ -48,5 +48,5 @@ def test_bench(here, monkeypatch, change, problem, hint):
 def test_bench_needs_the_engine(here, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for backend in ("vllm", "sglang"):
-        ((problem, _),) = problems_of(dataclasses.replace(BENCH, infer_backend=backend))
+        ((problem, _),) = problems_of(dataclasses.replace(BENCH, infer_backend=backend, num_speculative_tokens=[0, 1]))
         assert mentions(problem, f"--infer_backend {backend}")

@@ -171,7 +171,8 @@ def test_adapters_alone_are_written_as_they_are(here):
     ("change", "heads", "problem"),
     [
         ({"model": "plain", "to_hf": False, "to_mcore": True}, {}, "--draft_vocab 50 --to_hf"),
-        ({"mtp": "strip"}, {"num_nextn_predict_layers": 1}, "--draft_vocab 50"),
+        ({"mtp": "strip"}, {"num_nextn_predict_layers": 1}, "--draft_vocab 50 --mtp strip"),
+        ({"mtp_graft_from": "mtp2"}, {"num_nextn_predict_layers": 1}, "--draft_vocab 50 --mtp_graft_from"),
         ({}, {}, "--draft_vocab 50"),
         ({}, {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-40"}, "--draft_vocab 50 41"),
         ({"draft_vocab": 120}, {"num_nextn_predict_layers": 1}, "--draft_vocab 120"),
@@ -311,6 +312,7 @@ def test_good_quantizations_pass_without_a_note(here, with_llm_compressor):
         (QUANTIZE, {"dataset": ["train.jsonl"]}, "--dataset gptq awq rtn"),
         (QUANTIZE, {"max_length": 8}, "--max_length gptq awq rtn"),
         (QUANTIZE, {"quant_bits": 3}, "--quant_bits 3"),
+        (QUANTIZE, {"torch_dtype": "float32"}, "--torch_dtype --to_hf"),
         (QUANTIZE, {"group_size": 64}, "--group_size --quant_bits 4"),
         (QUANTIZE, {"quant_method": "fp8", "quant_bits": 4}, "--quant_bits 4 --quant_method fp8"),
         (QUANTIZE, {"quant_method": "nvfp4", "quant_bits": 8}, "--quant_bits 8 --quant_method nvfp4"),

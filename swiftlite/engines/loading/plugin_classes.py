@@ -42,6 +42,8 @@ def _members(classes: PluginClasses, models: str, scope: Mapping[str, Any]) -> d
         members["layer_class"] = _engine_class(classes.layer, models, scope)
     if classes.is_fused:
         members["packed_modules_mapping"] = FUSED_MODULES
+    if classes.expert_matrices:
+        members["expert_matrices"] = classes.expert_matrices
     return members
 
 

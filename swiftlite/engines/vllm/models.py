@@ -41,7 +41,6 @@ from vllm.model_executor.models import (
     llama,
     minimax_m2,
     olmo_hybrid,
-    qwen2_moe,
     qwen3_moe,
     step3p5,
 )
@@ -231,6 +230,8 @@ class MtpDraft(nn.Module):
 
     layer_class: ClassVar[Any]
     norm_class: ClassVar[Any] = RMSNorm
+    expert_matrices: ClassVar[tuple[str, ...]] = ()
+    """As in `PluginClasses`."""
     packed_modules_mapping = PACKED_MODULES
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -287,7 +288,10 @@ class MtpDraft(nn.Module):
 
     def expert_mapping(self) -> ExpertMapping:
         """Return how vLLM's fused parameters of experts are filled; empty without experts."""
-        return []
+        if not self.expert_matrices:
+            return []
+        gate, up, down = self.expert_matrices
+        return fused_moe_make_expert_params_mapping(self, gate, down, up, num_experts=self.config.num_experts)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, H] of ids [T]."""
@@ -540,15 +544,14 @@ _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
 class MiniMaxM2MTPModel(MtpDraft):
     """MTP draft model for MiniMax-M2."""
 
+    expert_matrices = ("w1", "w3", "w2")
+
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         layer = minimax_m2.MiniMaxM2DecoderLayer(
             self.config, prefix, vllm_config.model_config, vllm_config.cache_config, vllm_config.quant_config
         )
         _select_by_sigmoids(layer)
         return layer
-
-    def expert_mapping(self) -> ExpertMapping:
-        return fused_moe_make_expert_params_mapping(self, "w1", "w2", "w3", num_experts=self.config.num_local_experts)
 
 
 class Olmo2MTPModel(MtpDraft):
@@ -584,19 +587,10 @@ class SmolLM3MTPModel(MtpDraft):
         return layer
 
 
-class Qwen2MoeMTPModel(MtpDraft):
-    """MTP draft model for Qwen2 MoE."""
-
-    layer_class = qwen2_moe.Qwen2MoeDecoderLayer
-
-    def expert_mapping(self) -> ExpertMapping:
-        return fused_moe_make_expert_params_mapping(
-            self, "gate_proj", "down_proj", "up_proj", num_experts=self.config.num_experts
-        )
-
-
-class Qwen3MoeMTPModel(Qwen2MoeMTPModel):
+class Qwen3MoeMTPModel(MtpDraft):
     """MTP draft model for Qwen3 MoE."""
+
+    expert_matrices = ("gate_proj", "up_proj", "down_proj")
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         # vLLM's layer reads the kind of its MLP from model_config.

@@ -20,6 +20,7 @@ from swiftlite.families.serving.convention import PluginClasses, Serving
 _STATED = ("num_local_experts", "num_experts_per_tok", "num_key_value_heads", "head_dim", "rotary_dim")
 # transformers computes with these values whatever config.json says; engines have other defaults.
 _ASSUMED = {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
+_MATRICES = ("w1", "w3", "w2")
 _HF_NAMES = {
     "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
     "mlp.": "block_sparse_moe.",
@@ -74,7 +75,7 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
         topk=hf_config["num_experts_per_tok"],
         ffn=hf_config["intermediate_size"],
         expert_bias=True,
-        hf_matrices=("w1", "w3", "w2"),
+        hf_matrices=_MATRICES,
         hf_ffn="intermediate_size",
         router={
             "moe_router_score_function": "sigmoid",
@@ -103,7 +104,9 @@ MINIMAX_M2 = Family(
         vllm=vllm.plugin(
             PluginClasses("MiniMaxM2ForCausalLM"), renames={"block_sparse_moe.": "mlp."}, has_own_names=True
         ),
-        sglang=sglang.plugin(PluginClasses("MiniMaxM2ForCausalLM")),
+        sglang=sglang.plugin(
+            PluginClasses("MiniMaxM2ForCausalLM", layer="minimax_m2:MiniMaxM2DecoderLayer", expert_matrices=_MATRICES)
+        ),
     ),
     tiny={
         "num_local_experts": 4,

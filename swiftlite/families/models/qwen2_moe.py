@@ -15,6 +15,11 @@ from swiftlite.families.serving.convention import PluginClasses, Serving
 
 SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
 """Names of the shared expert's tensors, within a layer."""
+_CLASSES = PluginClasses(
+    "Qwen2MoeForCausalLM",
+    layer="qwen2_moe:Qwen2MoeDecoderLayer",
+    expert_matrices=("gate_proj", "up_proj", "down_proj"),
+)
 # transformers' defaults are the sizes of Qwen1.5-MoE-A2.7B.
 _STATED = ("num_experts", "num_key_value_heads")
 
@@ -55,8 +60,8 @@ QWEN2_MOE = Family(
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
-        vllm=vllm.plugin(PluginClasses("Qwen2MoeForCausalLM", trunk="qwen2_moe:Qwen2MoeForCausalLM")),
-        sglang=sglang.plugin(PluginClasses("Qwen2MoeForCausalLM")),
+        vllm=vllm.plugin(replace(_CLASSES, trunk="qwen2_moe:Qwen2MoeForCausalLM")),
+        sglang=sglang.plugin(_CLASSES),
     ),
     tiny={
         "num_experts_per_tok": 2,

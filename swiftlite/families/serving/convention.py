@@ -35,6 +35,8 @@ class PluginClasses:
         draft_base: class of the plugin's module that the draft class extends, if it is not `MtpDraft`. Without `layer`
             and `draft_base`, the plugin's module defines the draft class.
         is_fused: whether projections are fused in files like in the engine.
+        expert_matrices: names, in files, of the gate, up and down matrices of experts; () without experts, or if the
+            draft's class in the plugin's module states how they are loaded.
     """
 
     architecture: str
@@ -43,6 +45,7 @@ class PluginClasses:
     trunk_base: str = "Trunk"
     draft_base: str = ""
     is_fused: bool = False
+    expert_matrices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

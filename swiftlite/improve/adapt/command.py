@@ -24,7 +24,8 @@ from swiftlite.engines.vllm.served import LostServer
 from swiftlite.families.resolved import HfModel
 from swiftlite.improve.adapt.request_log import digest_of_end, divide, num_new, read_log
 from swiftlite.improve.adapt.server import Server
-from swiftlite.improve.adapt.state import MODEL, Served, State, record
+from swiftlite.improve.adapt.state import Served, State, record
+from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, read_result
 from swiftlite.improve.steps import CommandStep, run_step
 from swiftlite.runtime.lock import only_run_in

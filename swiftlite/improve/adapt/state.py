@@ -2,22 +2,15 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, ClassVar
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.base.atomic import atomic_write
-from swiftlite.base.errors import UserError
-from swiftlite.base.json_file import read_json
 from swiftlite.base.log import logger
+from swiftlite.improve.resumable import MODEL, Resumable
 
-FILE = "adapt.json"
 DECISIONS = "decisions.jsonl"
-MODEL = "model"
-"""Name of the heads of --model."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +50,10 @@ class Served:
 
 
 @dataclass
-class State:
+class State(Resumable):
     """Everything that a resumed command must know.
 
     Attributes:
-        settings: options that a resumed command must not change.
         heads: name of the heads that the server should have: "model", or the round that trained them.
         previous: name of the heads that the server had before them; "" if there is nothing to return to.
         rounds: number of rounds that have started.
@@ -74,7 +66,7 @@ class State:
         seconds, unfinished: seconds of steps, as for `speedup`.
     """
 
-    settings: dict[str, Any]
+    FILE: ClassVar[str] = "adapt.json"
     heads: str = MODEL
     previous: str = ""
     rounds: int = 0
@@ -86,40 +78,6 @@ class State:
     before: Served = Served()
     seconds: dict[str, float] = field(default_factory=dict)
     unfinished: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, directory: Path, settings: dict[str, Any]) -> Self:
-        """Read the state of an earlier command; without one, return the first state.
-
-        Raises:
-            UserError: the file is damaged, or the earlier command had other settings.
-        """
-        path = directory / FILE
-        hint = "use another --output_dir"
-        if not path.exists():
-            if any(not found.name.startswith(".") for found in directory.glob("*")):
-                raise UserError(f"--output_dir {directory} is not empty, and has no {FILE}", hint)
-            return cls(settings)
-        try:
-            state = TypeAdapter(cls).validate_python(read_json(path))
-        except (OSError, ValueError, ValidationError):
-            raise UserError(f"{path} is damaged", hint) from None
-        if changed := [name for name, value in settings.items() if state.settings.get(name) != value]:
-            lines = [f"--{name} was {state.settings.get(name)}, now {settings[name]}" for name in changed]
-            raise UserError(f"--output_dir {directory} has heads of other settings: {'; '.join(lines)}", hint)
-        return state
-
-    def write(self, directory: Path) -> None:
-        """Write the file.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
-        try:
-            atomic_write(directory / FILE, json.dumps(asdict(self), indent=2).encode() + b"\n")
-        except OSError as error:
-            problem = f"--output_dir: {directory / FILE} cannot be written: {error.strerror}"
-            raise UserError(problem, "free disk space and run the same command again") from None
 
 
 def record(directory: Path, decision: str, why: str, **details: Any) -> None:

@@ -26,13 +26,14 @@ from swiftlite.data.user_turn import UserTurn
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.families.resolved import HfModel
+from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup import budget
 from swiftlite.improve.speedup.dataset import RoundRows
 from swiftlite.improve.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
 from swiftlite.improve.speedup.plan import ANSWERS, CANDIDATE, HELD_OUT, Commands, only_fits, why_not
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result, seconds_of_steps
 from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
-from swiftlite.improve.speedup.state import MODEL, Progress
+from swiftlite.improve.speedup.state import Progress
 from swiftlite.improve.steps import CommandStep, is_complete, run_step
 from swiftlite.runtime.environment import sees_gpu
 from swiftlite.runtime.lock import only_run_in

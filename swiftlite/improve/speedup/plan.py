@@ -15,8 +15,8 @@ from swiftlite.families.drafters import DRAFTERS, with_drafter
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving import llamacpp
 from swiftlite.hub.model import is_gguf
+from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup.held_out import NUM_HELD_OUT
-from swiftlite.improve.speedup.state import MODEL
 from swiftlite.improve.steps import CommandStep
 from swiftlite.runtime.environment import sees_gpu
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup.plan import CANDIDATE
 from swiftlite.improve.speedup.results import ALL
-from swiftlite.improve.speedup.state import MODEL, Progress
+from swiftlite.improve.speedup.state import Progress
 from swiftlite.report.table import text_table
 
 MUCH_DRIFT = 0.1

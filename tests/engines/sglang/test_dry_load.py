@@ -71,8 +71,13 @@ SIZES: dict[str, dict[str, Any]] = dict.fromkeys(LATENT, EXPERTS | VLLM_LATENT_S
 ONE_HEAD = {"num_attention_heads": 1}  # SGLang ignores head_dim of these families
 SIZES |= dict.fromkeys(("exaone4", "olmo2", "olmo3"), DENSE | ONE_HEAD)
 SIZES |= {"qwen2_moe": EXPERTS | ONE_HEAD, "qwen3_moe": DENSE | {"moe_intermediate_size": 128}}
-SIZES |= {"mimo_v2_flash": EXPERTS | {"v_head_dim": 128}}
-SIZES |= {"minimax_m2": DENSE, "glm4_moe": EXPERTS, "hy_v3": EXPERTS | {"expert_hidden_dim": 128}}
+SIZES |= {"ernie4_5_moe": EXPERTS, "mimo_v2_flash": EXPERTS | {"v_head_dim": 128}}
+SIZES |= {
+    "minimax_m2": DENSE,
+    "mixtral": DENSE | ONE_HEAD,
+    "glm4_moe": EXPERTS,
+    "hy_v3": EXPERTS | {"expert_hidden_dim": 128},
+}
 # SGLang builds linear attention on GPUs only.
 WITHOUT_SCALES = ("llama", "mistral")
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -91,6 +96,8 @@ QUANTIZED = [
 ]
 # No list can describe plain heads of these for SGLang (`unlisted_engines`).
 UNLISTED = [("qwen3_moe", False), ("mimo", False)]
+# SGLang names the trunk's experts of Mixtral without `model.`, and takes them for those of a listed plain head.
+UNLISTED.append(("mixtral", False))
 QUANTIZED_CASES = [case for case in product(QUANTIZED, (False, True)) if case not in UNLISTED]
 
 

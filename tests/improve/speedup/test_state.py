@@ -3,7 +3,7 @@
 import pytest
 
 from swiftlite.base.errors import UserError
-from swiftlite.improve.speedup.state import FILE, Progress
+from swiftlite.improve.speedup.state import Progress
 from tests.messages import naming
 
 SETTINGS = {"model": "org/name", "seed": 42}
@@ -35,12 +35,12 @@ def test_other_settings_are_named(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": {}, "rounds": "many"}', '{"rounds": []}'])
 def test_a_damaged_file_is_named(tmp_path, content):
-    (tmp_path / FILE).write_text(content)
-    with pytest.raises(UserError, match=naming(str(tmp_path / FILE))):
+    (tmp_path / Progress.FILE).write_text(content)
+    with pytest.raises(UserError, match=naming(str(tmp_path / Progress.FILE))):
         Progress.read(tmp_path, SETTINGS)
 
 
 def test_a_directory_with_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match=naming(f"{tmp_path} {FILE}")):
+    with pytest.raises(UserError, match=naming(f"{tmp_path} {Progress.FILE}")):
         Progress.read(tmp_path, SETTINGS)

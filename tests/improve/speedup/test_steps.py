@@ -8,7 +8,7 @@ import pytest
 
 from swiftlite.base.errors import UserError
 from swiftlite.improve import steps
-from swiftlite.improve.speedup.state import FILE, Progress
+from swiftlite.improve.speedup.state import Progress
 from swiftlite.improve.steps import CommandStep, run_step
 from tests.messages import naming
 
@@ -19,7 +19,7 @@ def progress(tmp_path) -> Progress:
 
 
 def stored(directory) -> dict:
-    return json.loads((directory / FILE).read_text())
+    return json.loads((directory / Progress.FILE).read_text())
 
 
 def test_a_complete_step_is_recorded_and_not_run_again(progress, tmp_path, capfd):

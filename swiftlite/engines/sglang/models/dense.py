@@ -8,7 +8,6 @@ Shapes: T tokens of all requests of a batch, H hidden size.
 import inspect
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -272,6 +271,8 @@ class MtpDraft(nn.Module):
 
     layer_class: ClassVar[Any]
     norm_class: ClassVar[Any] = RMSNorm
+    expert_matrices: ClassVar[tuple[str, ...]] = ()
+    """As in `PluginClasses`."""
     packed_modules_mapping = PACKED_MODULES
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
@@ -282,12 +283,19 @@ class MtpDraft(nn.Module):
             )
         self.config = config
         with layer_stack():
-            layer = self.layer_class(config=config, quant_config=quant_config, prefix="mtp.layers.0")
+            layer = self._make_layer(quant_config)
         self.mtp = MtpHead(config, layer, self.embedding_multiplier, self.norm_class)
         # `set_embed_and_head` replaces both by those of the trunk.
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=quant_config)
         self.logits_processor = LogitsProcessor(config, logit_scale=1.0 / getattr(config, "logits_scaling", 1.0))
+
+    def _make_layer(self, quant_config: QuantizationConfig | None) -> nn.Module:
+        """Create a decoder layer of the trunk's kind. Some classes of SGLang require the number of the layer."""
+        arguments: dict[str, Any] = {"config": self.config, "quant_config": quant_config, "prefix": "mtp.layers.0"}
+        if "layer_id" in inspect.signature(self.layer_class).parameters:
+            arguments["layer_id"] = 0
+        return self.layer_class(**arguments)
 
     @property
     def embedding_multiplier(self) -> float:
@@ -312,7 +320,10 @@ class MtpDraft(nn.Module):
 
     def expert_mapping(self) -> ExpertMapping:
         """Return how SGLang's fused parameters of experts are filled; empty without experts."""
-        return []
+        if not self.expert_matrices:
+            return []
+        gate, up, down = self.expert_matrices
+        return FusedMoE.make_expert_params_mapping(gate, down, up, self.config.num_experts)
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the head from HF tensors, and return the names of the filled parameters, as `fill` does."""
@@ -543,15 +554,6 @@ def _without_later_heads(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]
             yield name, tensor
 
 
-class MiniMaxM2ForCausalLMMTP(MtpDraft):
-    """MTP draft model for MiniMax-M2."""
-
-    layer_class = partial(minimax_m2.MiniMaxM2DecoderLayer, layer_id=0)
-
-    def expert_mapping(self) -> ExpertMapping:
-        return FusedMoE.make_expert_params_mapping("w1", "w2", "w3", self.config.num_local_experts)
-
-
 class Olmo2Layer(olmo2.Olmo2DecoderLayer):
     """A layer of OLMo 2, or of OLMo 3 without a window."""
 
@@ -559,15 +561,6 @@ class Olmo2Layer(olmo2.Olmo2DecoderLayer):
         config = deepcopy(config)
         config.layer_types = ["full_attention"]
         super().__init__(config, 0, quant_config, prefix)
-
-
-class Qwen2MoeForCausalLMMTP(MtpDraft):
-    """MTP draft model for Qwen2 MoE."""
-
-    layer_class = partial(qwen2_moe.Qwen2MoeDecoderLayer, layer_id=0)
-
-    def expert_mapping(self) -> ExpertMapping:
-        return FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", self.config.num_experts)
 
 
 class SmolLM3ForCausalLMMTP(MtpDraft):

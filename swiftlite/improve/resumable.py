@@ -1,0 +1,64 @@
+"""Store the state of a command in a file of its output directory. The same command resumes from it."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from swiftlite.base.atomic import atomic_write
+from swiftlite.base.errors import UserError
+from swiftlite.base.json_file import read_json
+
+MODEL = "model"
+"""Name of the heads of --model."""
+HINT = "use another --output_dir"
+
+
+@dataclass
+class Resumable:
+    """State of a command, as values that JSON has.
+
+    Attributes:
+        settings: options that a resumed command must not change.
+    """
+
+    FILE: ClassVar[str]
+    settings: dict[str, Any]
+
+    @classmethod
+    def read(cls, directory: Path, settings: dict[str, Any]) -> Self:
+        """Read the state of an earlier command; without one, return the initial state.
+
+        Raises:
+            UserError: the file is damaged, the earlier command had other settings, or the directory has other files.
+        """
+        path = directory / cls.FILE
+        if not path.exists():
+            if any(not found.name.startswith(".") for found in directory.glob("*")):
+                raise UserError(f"--output_dir {directory} is not empty, and has no {cls.FILE}", HINT)
+            return cls(settings)
+        try:
+            state = TypeAdapter(cls).validate_python(read_json(path))
+        except (OSError, ValueError, ValidationError):
+            raise UserError(f"{path} is damaged", HINT) from None
+        # An option that is newer than the file had its default value.
+        changed = [name for name, value in settings.items() if state.settings.get(name, value) != value]
+        if changed:
+            lines = [f"--{name} was {state.settings[name]}, now {settings[name]}" for name in changed]
+            raise UserError(f"--output_dir {directory} has results with other settings: {'; '.join(lines)}", HINT)
+        return state
+
+    def write(self, directory: Path) -> None:
+        """Write the file.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        path = directory / self.FILE
+        try:
+            atomic_write(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
+        except OSError as error:
+            problem = f"--output_dir: {path} cannot be written: {error.strerror}"
+            raise UserError(problem, "free disk space and run the same command again") from None
