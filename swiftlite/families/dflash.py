@@ -205,4 +205,5 @@ DFLASH = Drafter(
     why_not=why_not,
     own_config=own_config,
     vllm_trunks=eagle3.VLLM_TRUNKS,
+    llamacpp_trunks=eagle3.LLAMACPP_TRUNKS,
 )

@@ -70,7 +70,7 @@ class Drafter:
         why_not: returns why a model cannot have this drafter; empty if it can.
         own_config: returns the config.json of the drafter in a directory of its own, from which vLLM drafts; None for
             drafters that no engine reads.
-        vllm_trunks, sglang_trunks: families of trunks that the engine drafts for with it.
+        vllm_trunks, sglang_trunks, llamacpp_trunks: families of trunks that the engine drafts for with it.
         vllm_method: vLLM's name of the kind; empty: the same.
         needs_plugin: whether vLLM drafts with a class of swiftlite's plugin, and not without it.
         is_fitted: whether `--mtp_init fit_last_layer` can fit new layers (`train/head_fit.py`).
@@ -87,6 +87,7 @@ class Drafter:
     own_config: Callable[["Family", HfConfig], dict[str, Any]] | None = None
     vllm_trunks: tuple[str, ...] = ()
     sglang_trunks: tuple[str, ...] = ()
+    llamacpp_trunks: tuple[str, ...] = ()
     vllm_method: str = ""
     needs_plugin: bool = False
     is_fitted: bool = False

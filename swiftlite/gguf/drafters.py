@@ -6,7 +6,6 @@ the trunk. Features are the inputs of the decoder layers in `target_layers`, as 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from swiftlite.base.errors import UserError
@@ -17,13 +16,12 @@ from swiftlite.families.family import Family
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving.llamacpp import why_no_drafter
 from swiftlite.gguf.architectures import Metadata, rope_scaling
-from swiftlite.gguf.examine import examine
-from swiftlite.gguf.read import keys_of
 from swiftlite.gguf.tensors import Conversion, Naming, layer_conversions
 
 HfConfig = Mapping[str, Any]
 _PREFIX = "mtp.layers.0."
-_FROM_ANCHOR = "sample_from_anchor"
+FROM_ANCHOR = "sample_from_anchor"
+"""Key of a DSpark drafter's file."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def _dflash_metadata(hf_config: HfConfig) -> Metadata:
     heads, is_anchor_used = Heads.from_config(hf_config), dflash.samples_from_anchor(hf_config)
     block: Metadata = {"block_size": heads.drafts + 1}  # with the last known token
     if is_anchor_used:
-        block = {"block_size": heads.drafts, _FROM_ANCHOR: True}
+        block = {"block_size": heads.drafts, FROM_ANCHOR: True}
     return {**block, ".tokenizer.ggml.mask_token_id": dflash.mask_token(hf_config)}
 
 
@@ -107,17 +105,6 @@ def draft_architecture_of(family: Family, hf_config: HfConfig) -> DraftArchitect
     if reason := why_no_drafter(family, hf_config):
         raise UserError(reason, "use --infer_backend vllm or transformers")
     return DRAFT_ARCHITECTURES[Heads.from_config(hf_config).kind]
-
-
-def draft_method_of(file: Path) -> str:
-    """Return the value of `--spec-type`, without the prefix `draft-`, for a drafter's file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    if f"{_BLOCK_DRAFTER.name}.{_FROM_ANCHOR}" in keys_of(file):
-        return DRAFT_ARCHITECTURES[dflash.DSPARK].method
-    return examine(file).architecture
 
 
 def draft_metadata_of(family: Family, hf_config: HfConfig) -> Metadata:

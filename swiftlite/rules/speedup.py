@@ -8,7 +8,6 @@ from swiftlite.args.duration import seconds_of
 from swiftlite.base.heads import MTP
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES
-from swiftlite.improve.speedup.plan import why_not
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine_options, regenerate
 
@@ -62,7 +61,7 @@ def drafter_fits_the_engine(args: SpeedupArgs, facts: Facts) -> Iterator[Problem
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
     if args.drafter in (MTP, "auto") or family is None or args.infer_backend not in ENGINES:
         return
-    if reason := why_not(args, family, facts.hf_config, args.drafter):
+    if reason := ENGINES[args.infer_backend].why_no_drafter(family, facts.hf_config, args.drafter):
         yield f"--drafter {args.drafter} is not possible for this model: {reason}", "use --drafter mtp"
     elif facts.heads.layers and not facts.heads.features:
         yield f"--drafter {args.drafter}: --model has MTP heads already", "use --drafter mtp, which trains them further"

@@ -23,6 +23,7 @@ from swiftlite.base.log import logger
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.data.user_turn import UserTurn
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.families.resolved import HfModel
@@ -30,7 +31,7 @@ from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup import budget
 from swiftlite.improve.speedup.dataset import RoundRows
 from swiftlite.improve.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
-from swiftlite.improve.speedup.plan import ANSWERS, CANDIDATE, HELD_OUT, Commands, only_fits, why_not
+from swiftlite.improve.speedup.plan import ANSWERS, CANDIDATE, HELD_OUT, Commands, only_fits
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result, seconds_of_steps
 from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
 from swiftlite.improve.speedup.state import Progress
@@ -145,7 +146,7 @@ class _Speedup:
 
     def _can_compare(self) -> bool:
         """Return whether two drafters are compared; otherwise say why not."""
-        reason = why_not(self._args, self._model.family, self._model.config, CANDIDATE)
+        reason = ENGINES[self._args.infer_backend].why_no_drafter(self._model.family, self._model.config, CANDIDATE)
         if self._model.heads.layers:
             reason = "--model has heads already"
         elif self._total < budget.MIN_FOR_TWO:

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftlite.args.commands import SpeedupArgs
-from swiftlite.base.heads import MTP, kind_of
-from swiftlite.bridge.rows import HfConfig
+from swiftlite.base.heads import MTP
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp.info import LLAMACPP
-from swiftlite.families import Family, dflash
-from swiftlite.families.drafters import DRAFTERS, with_drafter
+from swiftlite.families import dflash
 from swiftlite.families.resolved import HfModel
-from swiftlite.families.serving import llamacpp
 from swiftlite.hub.model import is_gguf
 from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup.held_out import NUM_HELD_OUT
@@ -57,24 +54,6 @@ ANSWERS = "answers"
 def only_fits(rounds: Sequence[int], base: str, drafter: str = MTP) -> bool:
     """Return whether heads are only fitted. For the arguments, see `Commands.training`."""
     return sum(rounds) <= FEW_PROMPTS and not base and drafter == MTP
-
-
-def why_not(args: SpeedupArgs, family: Family, hf_config: HfConfig, drafter: str) -> str:
-    """Return why the engine cannot draft with a drafter of `NEW` for the model; empty if it can."""
-    engine, declared = ENGINES[args.infer_backend], with_drafter(hf_config, drafter)
-    kind = kind_of(declared)
-    if kind not in engine.drafters:
-        return f"{engine.label} does not support it"
-    if reason := DRAFTERS[kind].why_not(family, declared):
-        return reason
-    trunks = {
-        "vllm": DRAFTERS[kind].vllm_trunks,
-        "sglang": DRAFTERS[kind].sglang_trunks,
-        LLAMACPP.name: tuple(llamacpp.TRUNKS),
-    }
-    if family.name not in trunks.get(engine.name, (family.name,)):
-        return f"{engine.label} supports it only for {', '.join(trunks[engine.name])}"
-    return ""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import pytest
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import resolve
-from swiftlite.improve.speedup.plan import Commands, only_fits, why_not
+from swiftlite.improve.speedup.plan import Commands, only_fits
 from swiftlite.improve.steps import CommandStep
 from tests.tiny import make_tiny_hf
 
@@ -113,7 +114,7 @@ def test_other_drafters_are_trained(make_commands):
 def test_engines_that_do_not_draft_with_a_candidate_are_named(make_commands, engine, reason):
     commands = make_commands(infer_backend=engine)
     model = commands.model
-    found = why_not(commands.args, model.family, model.config, "dspark")
+    found = ENGINES[engine].why_no_drafter(model.family, model.config, "dspark")
     assert bool(found) == bool(reason)
     assert reason in found
 
