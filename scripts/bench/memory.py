@@ -22,11 +22,10 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.fields import DistributedArgs, RecomputeArgs
+from swiftlite.args.fields import DistributedArgs, IndexerArgs, RecomputeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.families import index
 from swiftlite.families.reward_model import is_reward_model
-from swiftlite.model.attention.mla import HeldIndexer
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.model.inputs import ModelInputs, Target
@@ -36,7 +35,7 @@ from swiftlite.plan import run as plan
 from swiftlite.plan.cost import memory
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.kernels import Kernels
-from swiftlite.plan.trainable import HEADS_ONLY
+from swiftlite.plan.trainable import HEADS_ONLY, INDEXERS
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.optim import make_optimizer, wrap_model
@@ -78,7 +77,8 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
             mesh=mesh,
             dtype=dtype,
             heads=setup.heads,
-            freeze_trunk=setup.mtp_mode == "heads_only",
+            freeze_trunk=setup.trunk_is_frozen,
+            indexer=IndexerArgs(setup.indexer_mode),
             mtp_loss="kl" if setup.heads.draft_vocab else "ce",
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
@@ -86,6 +86,8 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
         )
         if setup.mtp_mode == "heads_only":
             HEADS_ONLY.apply(chunks)
+        if setup.indexer_mode == "indexer_only":
+            INDEXERS.apply(chunks)
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():
@@ -104,7 +106,7 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         modules = [module for chunk in chunks for module in chunk.modules()]
-        holders = [module for module in modules if isinstance(module, HeldIndexer | OutputNormsLayer)]
+        holders = [module for module in modules if isinstance(module, OutputNormsLayer)]
         parameters += [held for module in holders for held in module.buffers(recurse=False)]
         gradients: Any = wrapped  # otherwise `buffers` has the type of torch's method
         buffers = [buffer for chunk in gradients for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

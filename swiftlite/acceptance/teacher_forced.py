@@ -163,12 +163,14 @@ def measure_rows(
 
 
 def _check_lengths(hf_model: HfModel, samples: Sequence[Sample]) -> None:
-    limit = hf_model.family.architecture(hf_model.config).longest_sequence
+    if hf_model.heads.unroll == 1:
+        return
+    limit = hf_model.family.architecture(hf_model.config).index_topk
     longest = max(map(len, samples), default=0)
     if limit is not None and longest > limit:
         raise UserError(
-            f"{hf_model.name}: a row has {longest} tokens; model_type {hf_model.family.name!r} is supported up to "
-            f"{limit} tokens (index_topk)",
+            f"{hf_model.name}: a row has {longest} tokens; heads with mtp_unroll {hf_model.heads.unroll} in "
+            f"config.json are supported up to {limit} tokens (index_topk)",
             "shorten or remove rows",
         )
 

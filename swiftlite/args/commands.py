@@ -20,6 +20,7 @@ class SftArgs(
     fields.DistributedArgs,
     fields.ParallelLayout,
     fields.MoeArgs,
+    fields.IndexerArgs,
     fields.PackingArgs,
     fields.ImageArgs,
     fields.VisionArgs,

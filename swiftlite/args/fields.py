@@ -12,6 +12,7 @@ from annotated_types import Interval
 from swiftlite.args import bounds
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
+IndexerMode = Literal["frozen", "joint", "indexer_only"]
 MtpMode = Literal["joint", "heads_only"]
 MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
 TransformerImpl = Literal["local", "transformer_engine"]
@@ -444,6 +445,19 @@ class MoeArgs:
     moe_shared_expert_overlap: bool = False
     """Compute shared experts while tokens are sent to other experts; requires --moe_token_dispatcher_type alltoall and
     experts that are distributed over ranks."""
+
+
+@dataclass(frozen=True)
+class IndexerArgs:
+    """Sparse attention"""
+
+    indexer_mode: IndexerMode = "frozen"
+    """Training of the indexers of sparse attention (DSA), which select the tokens that each token sees. frozen: they
+    are not trained. joint: they are trained with the model, by their own loss over the selected tokens. indexer_only:
+    only indexers are trained, with attention to all tokens, as before the first training with sparse attention."""
+    indexer_loss_coeff: bounds.PositiveFloat = 1.0
+    """Weight of the loss of indexers, which is a mean over tokens and a sum over layers. It has no gradient with
+    respect to the rest of the model."""
 
 
 @dataclass(frozen=True)

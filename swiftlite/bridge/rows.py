@@ -33,7 +33,8 @@ class Row:
             pipeline stage). They are filled on load and never written.
         is_exact: whether the parameter is float32 even in a 16-bit model. An export writes it as float32, unless the
             source model had another dtype.
-        is_frozen: whether the parameter is never trained. New MTP heads always copy it from the trunk.
+        is_frozen: whether the parameter is not trained, except those of indexers (--indexer_mode). New MTP heads always
+            copy it from the trunk.
         can_be_new: whether the parameter is random if the files do not contain its HF tensors.
     """
 

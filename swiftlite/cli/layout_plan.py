@@ -109,7 +109,13 @@ def _row(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> tuple[str, ...]
 def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
     """Return the MFU: required FLOPs divided by the FLOPs at peak speed. It is computed like the MFU in a run's log."""
     step, setup = candidate.step, candidate.step.setup
-    flops = training_flops(hf_config, setup.heads, heads_only=setup.mtp_mode == "heads_only", lora=setup.lora)
+    flops = training_flops(
+        hf_config,
+        setup.heads,
+        heads_only=setup.mtp_mode == "heads_only",
+        lora=setup.lora,
+        indexer_mode=setup.indexer_mode,
+    )
     tokens = step.tokens_per_step
     outside = tokens // setup.max_length * flops.outside_windows(setup.max_length)
     useful = flops.step(tokens, tokens * setup.max_length, [tokens] * len(flops.targets), outside_windows=outside)

@@ -114,7 +114,7 @@ class Architecture:
             return self.outside.head_layer
         cached = [layer for layer in self.layers if not layer.attention.is_recurrent]
         full = [layer for layer in cached if layer.attention.window is None]
-        indexed = [layer for layer in full if layer.attention.longest_sequence is not None]
+        indexed = [layer for layer in full if has_indexer(layer)]
         return (indexed or full or cached)[-1]
 
     @property
@@ -158,10 +158,9 @@ class Architecture:
         return sum(channels.values())
 
     @property
-    def longest_sequence(self) -> int | None:
-        """Maximum number of tokens of a sequence for which all kinds of attention are implemented; None: any number."""
-        limits = [kind.longest_sequence for kind in self.attentions if kind.longest_sequence is not None]
-        return min(limits, default=None)
+    def index_topk(self) -> int | None:
+        """Number of tokens that indexers select for each token; None for a model without indexers."""
+        return next((kind.indexer.topk for kind in self.attentions if kind.indexer is not None), None)
 
     @property
     def recompute_modules(self) -> set[str]:
@@ -213,3 +212,8 @@ class Architecture:
 
 def _last_index(items: Sequence[Any], item: Any) -> int:
     return len(items) - 1 - items[::-1].index(item)
+
+
+def has_indexer(layer: Layer) -> bool:
+    """Return whether a layer has an indexer of its own, and does not use the selection of an earlier layer."""
+    return layer.attention.indexer is not None and not layer.attention.indexer.is_shared

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from swiftlite.bridge.join import GatedQkv, Interleave, InterleaveBlocks, Join
 from swiftlite.bridge.rows import Row, lift, shapes_of
+from swiftlite.families.indexer import Indexer
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 
@@ -83,7 +84,7 @@ class GroupedQueryAttention:
     hf_groups: str = "num_key_value_heads"
 
     @property
-    def longest_sequence(self) -> None:
+    def indexer(self) -> None:
         return None
 
     @property
@@ -251,46 +252,6 @@ class GroupedQueryAttention:
 
 
 @dataclass(frozen=True)
-class Indexer:
-    """The indexer of DeepSeek sparse attention (DSA), which selects the tokens that each token sees.
-
-    It selects up to `topk` tokens, so in sequences of up to `topk` tokens it selects all of them. Only such sequences
-    are supported, in which the indexer changes no number: it is not computed and not trained. A model holds its tensors
-    to export them unchanged.
-
-    Attributes:
-        heads: number of heads of the indexer.
-        head_dim: size of a head of the indexer.
-        topk: maximum number of tokens that a token sees.
-    """
-
-    heads: int
-    head_dim: int
-    topk: int
-
-    def rows(self, hidden: int, q_lora_rank: int) -> list[Row]:
-        """Return the bridge rows. Norm and weights of heads are float32 in DeepSeek's own code.
-
-        Args:
-            hidden: size of the model's states, from which keys and weights of heads are projected.
-            q_lora_rank: size of the latent of queries.
-        """
-        queries, size = self.heads * self.head_dim, self.head_dim
-        return [
-            Row("indexer.wq_b", {"indexer.wq_b.weight": (queries, q_lora_rank)}, is_frozen=True),
-            Row("indexer.wk", {"indexer.wk.weight": (size, hidden)}, is_frozen=True),
-            Row("indexer.k_norm", {"indexer.k_norm.weight": (size,)}, is_exact=True, is_frozen=True),
-            Row("indexer.k_norm_bias", {"indexer.k_norm.bias": (size,)}, is_exact=True, is_frozen=True),
-            Row(
-                "indexer.weights_proj",
-                {"indexer.weights_proj.weight": (self.heads, hidden)},
-                is_exact=True,
-                is_frozen=True,
-            ),
-        ]
-
-
-@dataclass(frozen=True)
 class LatentAttention:
     """DeepSeek's multi-head latent attention: queries, keys and values are up-projected from two small latents.
 
@@ -330,10 +291,6 @@ class LatentAttention:
     @property
     def window(self) -> None:
         return None
-
-    @property
-    def longest_sequence(self) -> int | None:
-        return self.indexer and self.indexer.topk
 
     @property
     def rotary(self) -> int:
@@ -430,6 +387,8 @@ class LatentAttention:
             up = 0
         result = heads * self.v_head_dim
         core = rank.itemsize * rank.tokens * (up + result)
+        if self.indexer is not None and self.indexer.selects(rank.length * rank.cp):
+            return down + core + self.indexer.selection_bytes(rank)  # the backward pass recomputes the softmax
         return down + core + _softmax_statistics(rank, self.heads)
 
     @property

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from swiftlite.bridge.rows import Row, renamed
+from swiftlite.families.indexer import Indexer
 from swiftlite.families.rank import ParameterCount, Rank
 
 
@@ -79,8 +80,8 @@ class Attention(Sublayer, Protocol):
         ...
 
     @property
-    def longest_sequence(self) -> int | None:
-        """Maximum number of tokens of a sequence for which this attention is implemented; None: any number."""
+    def indexer(self) -> Indexer | None:
+        """Selects the tokens that a token sees; None: it sees all tokens of `window`."""
         ...
 
     @property

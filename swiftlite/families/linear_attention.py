@@ -53,7 +53,7 @@ class GatedDeltaNet:
     hf_is_grouped: bool = True
 
     @property
-    def longest_sequence(self) -> None:
+    def indexer(self) -> None:
         return None
 
     @property

@@ -98,7 +98,7 @@ class ParameterCount:
     Attributes:
         dense: parameters that all expert-parallel ranks hold.
         expert: parameters of the rank's own experts.
-        frozen: parameters that are never trained (`Row.is_frozen`).
+        frozen: parameters that are not trained by default (`Row.is_frozen`).
     """
 
     dense: int = 0

@@ -50,9 +50,10 @@ class HfModel:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens of a sequence in training and in swiftlite's own decoding."""
-        limit = self.family.architecture(self.config).longest_sequence
         positions = self.config["max_position_embeddings"]
-        return positions if limit is None else min(positions, limit)
+        if self.heads.unroll > 1:  # whose later steps do not select tokens
+            positions = min(positions, self.family.architecture(self.config).index_topk or positions)
+        return positions
 
     @property
     def quantization(self) -> Quantization | None:

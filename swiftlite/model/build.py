@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.args.fields import MoeArgs, ParallelLayout, RecomputeArgs
+from swiftlite.args.fields import IndexerArgs, MoeArgs, ParallelLayout, RecomputeArgs
 from swiftlite.base.errors import OptionError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
@@ -52,6 +52,7 @@ def build_config(
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
+    indexer: IndexerArgs | None = None,
     kernels: Kernels = Kernels(),
     settings: Mapping[str, Any] = {},
 ) -> TransformerConfig:
@@ -63,8 +64,9 @@ def build_config(
     """
     moe = moe or MoeArgs()
     config_class = TransformerConfig
+    indexer_fields: dict[str, Any] = {}
     if mcore_config.get("multi_latent_attention"):
-        config_class = MLATransformerConfig
+        config_class, indexer_fields = MLATransformerConfig, _indexer_config(indexer or IndexerArgs())
     is_fused = kernels.is_fused and mcore_config["activation_func"] != CLAMPED_SWIGLU
     architecture_fields = mcore_config | {"activation_func": _ACTIVATIONS[mcore_config["activation_func"]]}
     low_precision: dict[str, Any] = {}
@@ -75,6 +77,7 @@ def build_config(
         **_layout_config(layout or ParallelLayout()),
         **_recompute_config(recompute or RecomputeArgs()),
         **low_precision,
+        **indexer_fields,
         mtp_num_layers=mtp_num_layers or None,
         deallocate_pipeline_outputs=device.is_cuda,
         moe_token_dispatcher_type=moe.moe_token_dispatcher_type,
@@ -148,6 +151,15 @@ def _recompute_config(recompute: RecomputeArgs) -> dict[str, Any]:
     return config
 
 
+def _indexer_config(indexer: IndexerArgs) -> dict[str, Any]:
+    """Return the arguments of MLATransformerConfig for the training of indexers."""
+    is_trained = indexer.indexer_mode != "frozen"
+    return {
+        "indexer_loss_coeff": is_trained * indexer.indexer_loss_coeff,
+        "indexer_is_alone": indexer.indexer_mode == "indexer_only",
+    }
+
+
 def _stages(layout: ParallelLayout) -> str | None:
     """Return the pipeline layout as a string without spaces, as megatron-core requires it."""
     text = layout.pipeline_model_parallel_layout
@@ -198,6 +210,7 @@ def build_model(
             layout=mesh.layout,
             recompute=used.recompute,
             moe=used.moe,
+            indexer=used.indexer,
             kernels=kernels,
             settings=used.mcore_config,
         )

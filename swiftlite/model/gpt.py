@@ -38,6 +38,7 @@ from swiftlite.base.heads import MTP
 from swiftlite.families.architecture import Outside
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
+from swiftlite.model.attention.sparse import Selections, in_place_of_mask
 from swiftlite.model.context_parallel import (
     gather_sequence,
     sequence_lengths,
@@ -136,6 +137,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         )
         self.heads, self.drafting = settings.heads, settings.drafting
         self.trunk_is_frozen = settings.freeze_trunk
+        self.trains_only_indexers = settings.indexer.indexer_mode == "indexer_only"
         self.mtp_loss: MtpLoss = settings.mtp_loss
         self.loss_in_chunks = settings.loss_in_chunks
         self.detached_heads = settings.detached_heads
@@ -311,11 +313,15 @@ class GPTModel(AddsGradients, McoreGPTModel):
     ) -> StageStates:
         """Run the embedding and the decoder layers of this stage. If the trunk is frozen, no gradients are computed."""
         received: Any = self.decoder.input_tensor
+        mask = in_place_of_mask(self.decoder.layers, None, tokens, is_frozen=self.trunk_is_frozen)
         with self._frozen(), self.features.collected(self.decoder) as features_SBH:
             hidden_SBH = self.forward_preprocess(inputs.input_ids, inputs.position_ids, placed)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, inputs.packed_seq_params, tokens, placed=placed)
+            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, inputs.packed_seq_params, tokens, mask, placed)
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, received)
+        if isinstance(mask, Selections):
+            hidden_SBH = mask.attach_losses(hidden_SBH)
+        if self.trunk_is_frozen and not self.pre_process:
             features_SBH = [_NoGradient.apply(each_SBH, received) for each_SBH in features_SBH]
         return replace(self.split_decoder_output(hidden_SBH), features_SBH=features_SBH)
 
@@ -415,7 +421,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         rotary_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
         tokens: RoutedTokens | None = None,
-        cache: Cache | None = None,
+        cache: Cache | Selections | None = None,
         placed: Placed | None = None,
     ) -> torch.Tensor:
         """Run this stage's decoder layers and, after the last layer, the final norm.
@@ -425,7 +431,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
                 `set_input_tensor` has set.
             rotary_emb: result of `rotary_emb` for these tokens.
             tokens: description of the tokens for the routers; None: routers do not count their load.
-            cache: in decoding, the cache of the rows, to which these tokens are added.
+            cache: in decoding, the cache of the rows, to which these tokens are added; or the result of
+                `in_place_of_mask`.
             placed: outputs of the tower, of which the first layers may add further ones (`Deepstack`).
 
         Returns:
@@ -437,6 +444,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
         # is not possible: the block calls layers with a fixed list of arguments (transformer_block.py:765 of 0.16.1),
         # and a layer passes only the padding mask to its MLP (transformer_layer.py:514). Subclasses would have to
         # repeat both methods. Attributes of modules would not do: pipelines and recomputation interleave micro-batches.
+        if not isinstance(cache, Selections):
+            cache = in_place_of_mask(self.decoder.layers, cache, tokens)
         padding_mask: RoutedTokens | Deepstack | None = tokens
         if placed is not None and placed.deepstack_IH:
             padding_mask = Deepstack(placed.features(self._on_this_sequence_rank(placed.item_BS.T)), tokens)
@@ -548,6 +557,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
                     with_entropy=target.with_entropy,
                     trains_entropy=target.trains_entropy,
                 )
+        if self.trains_only_indexers:
+            main = replace(main, loss_BS=_NoGradient.apply(main.loss_BS, states.trunk_SBH))
         if self.heads.has_joint_weights:  # they depend on the losses
             weights = [None] * len(labels)
         if self.mtp_loss != "ce":

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.draft_attention import Draft
+from swiftlite.model.attention.sparse import in_place_of_mask
 from swiftlite.model.drafter import DraftInputs
 from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.recompute import checkpoint
@@ -48,11 +49,12 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         """Return the states [S, B, H] of each depth after its output norm; depth k + 1 continues from depth k."""
         hidden_SBH, states_SBH = inputs.hidden_SBH, []
         rotary_emb = inputs.rotary(0)
+        blocks = [getattr(layer, MTP_INNER_LAYER) for layer in layers]
         for depth, (layer, tokens) in enumerate(zip(layers, inputs.tokens, strict=True)):
             hidden_SBH = layer(
                 hidden_SBH,
                 inputs.embed(depth, zeroes_first=inputs.drafting.zeroes_first_embedding),
-                attention_mask=inputs.cache,  # see `GPTModel.forward_decoder`
+                attention_mask=in_place_of_mask(blocks, inputs.cache, tokens),  # see `GPTModel.forward_decoder`
                 rotary_pos_emb=rotary_emb,
                 packed_seq_params=inputs.packed_seq_params,
                 padding_mask=tokens,

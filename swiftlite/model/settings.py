@@ -11,7 +11,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
-from swiftlite.args.fields import MoeArgs, MtpLoss, RecomputeArgs
+from swiftlite.args.fields import IndexerArgs, MoeArgs, MtpLoss, RecomputeArgs
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import Heads
 from swiftlite.model.features import Features
@@ -28,6 +28,7 @@ class ModelSettings:
             the trained parameters (`Trainable`).
         holds_layers: whether the model has the decoder layers; otherwise it has a `StreamedBlock`.
         recompute, moe: options of megatron-core.
+        indexer: training of indexers. The caller selects the trained parameters.
         drafting: which states and embeddings the MTP layers read; needed only for computing.
         mtp_loss: loss of the heads: cross-entropy with the labels (ce), or a distance from the trunk's distribution,
             which gets no gradient (kl, tv, nla, lk_hybrid; see `distillation_loss`).
@@ -45,6 +46,7 @@ class ModelSettings:
     holds_layers: bool = True
     recompute: RecomputeArgs = field(default_factory=RecomputeArgs)
     moe: MoeArgs = field(default_factory=MoeArgs)
+    indexer: IndexerArgs = field(default_factory=IndexerArgs)
     drafting: Drafting = Drafting()
     mtp_loss: MtpLoss = "ce"
     detached_heads: bool = False

@@ -41,6 +41,7 @@ from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention
+from swiftlite.model.attention.sparse import SparseAttention, sparse_core
 from swiftlite.model.dflash import DFlashLayer
 from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
@@ -110,10 +111,12 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
 def _latent(attention: LatentAttention, modules: Modules) -> ModuleSpec:
     norm = latent_norm(modules.norm)
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    module, core_attention = MLASelfAttention, modules.core_attention
     if attention.indexer is not None:
-        params["indexer"] = attention.indexer
+        module, core_attention = SparseAttention, replace(core_attention, module=sparse_core(core_attention.module))
+        params["sizes"] = attention.indexer
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=module,
         params=params,
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=modules.column,
@@ -121,7 +124,7 @@ def _latent(attention: LatentAttention, modules: Modules) -> ModuleSpec:
             linear_q_up_proj=modules.column,
             linear_kv_down_proj=modules.down_projection,
             linear_kv_up_proj=modules.column,
-            core_attention=modules.core_attention,
+            core_attention=core_attention,
             linear_proj=modules.row,
             q_layernorm=norm,
             kv_layernorm=norm,

@@ -111,6 +111,7 @@ def make_plan(
     lora = lora_of(args, checkpoint)
     # --freeze_llm requires a tower, which options do not name.
     freezes_trunk = trainable_of(args, heads, lora, has_tower=args.freeze_llm).freezes_trunk
+    keeps_files = is_quantized and lora is None and freezes_trunk and args.indexer_mode != "indexer_only"
     return Plan(
         world_size=world_size,
         layout=layout,
@@ -128,7 +129,7 @@ def make_plan(
         kernels=kernels,
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
         lora=lora,
-        trunk=Trunk.of(args, keeps_files=is_quantized and lora is None and freezes_trunk),
+        trunk=Trunk.of(args, keeps_files=keeps_files),
         lr=lr,
         min_lr=min_lr_of(args, lr),
         save_steps=args.save_steps,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftlite.args.commands import SftArgs
@@ -43,8 +43,13 @@ class Trainable:
                     parameter.requires_grad_(False)
 
 
-def _everything(name: str) -> bool:
-    return True
+def is_indexer_parameter(name: str) -> bool:
+    """Return whether a parameter belongs to an indexer of sparse attention."""
+    return ".indexer." in name
+
+
+def _but_indexers(name: str) -> bool:
+    return not is_indexer_parameter(name)
 
 
 def is_head_parameter(name: str) -> bool:
@@ -52,10 +57,19 @@ def is_head_parameter(name: str) -> bool:
     return name.startswith("mtp.")
 
 
-WHOLE_MODEL = Trainable(_everything, "the whole model")
-JOINT = Trainable(_everything, "trunk and MTP heads together")
+def _heads_but_indexers(name: str) -> bool:
+    return is_head_parameter(name) and not is_indexer_parameter(name)
+
+
+WHOLE_MODEL = Trainable(_but_indexers, "the whole model")
+JOINT = Trainable(_but_indexers, "trunk and MTP heads together")
 HEADS_ONLY = Trainable(
-    is_head_parameter, "only MTP heads, the trunk is frozen", "--mtp_mode heads_only", freezes_trunk=True
+    _heads_but_indexers, "only MTP heads, the trunk is frozen", "--mtp_mode heads_only", freezes_trunk=True
+)
+
+
+INDEXERS = Trainable(
+    is_indexer_parameter, "only indexers, all else is frozen", "--indexer_mode indexer_only", freezes_trunk=True
 )
 
 
@@ -74,6 +88,22 @@ def trainable_of(
         saved: Megatron names of the trunk's parameters that are trained in full.
         has_tower: whether the run computes a tower, such as a vision tower.
     """
+    if args.indexer_mode == "indexer_only":
+        return INDEXERS
+    chosen = _without_indexers(args, heads, lora, saved, has_tower)
+    if args.indexer_mode == "frozen":
+        return chosen
+
+    def learns(name: str) -> bool:
+        return chosen.learns(name.replace(".indexer.", "."))  # with the attention that it belongs to
+
+    return replace(chosen, learns=learns, words=f"{chosen.words}, with their indexers")
+
+
+def _without_indexers(
+    args: SftArgs, heads: Heads, lora: Lora | None, saved: Collection[str], has_tower: bool
+) -> Trainable:
+    """Compute the result of `trainable_of` without regard to --indexer_mode."""
     if lora is not None:
         return _adapters(lora, heads, saved)
     if has_tower and args.mtp_mode != "heads_only":
@@ -131,7 +161,7 @@ def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:
     def learns(name: str) -> bool:
         if is_adapter(name) or numberless(name) in layer_patterns:
             return True
-        return learns_in_heads and is_head_parameter(name)
+        return learns_in_heads and _heads_but_indexers(name)
 
     return Trainable(learns, _words(lora, heads), "--tuner_type lora", freezes_trunk=not lora.on_trunk)
 

@@ -29,7 +29,7 @@ from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.data.template_kwargs import impossible_names
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import get as get_family
-from swiftlite.families.index import image_sizes, known_architecture
+from swiftlite.families.index import image_sizes
 from swiftlite.families.reward_model import is_reward_model
 from swiftlite.hub.name import MODELSCOPE, dataset_name, model_name
 from swiftlite.methods.index import method_of
@@ -308,23 +308,6 @@ def problems_beside(
         for size in sizes:
             text = text.replace(f"--{size}", f"--{prefix}_{size}")
         yield text, hint
-
-
-def rows_have_a_supported_length(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    """Reject rows that are longer than a family supports: in longer ones, an indexer would not select all tokens."""
-    models = {"model": facts.hf_config}
-    for option in ("ref_model", "teacher_model"):
-        if getattr(args, option, None):
-            models[option] = facts.described(option)[1]
-    for option, hf_config in models.items():
-        architecture = known_architecture(hf_config)
-        limit = architecture and architecture.longest_sequence
-        if limit and args.max_length > limit:
-            yield (
-                f"--max_length {args.max_length}: --{option} of model_type {hf_config['model_type']!r} is supported "
-                f"up to {limit} tokens (index_topk in config.json), because its indexer is not computed",
-                f"use --max_length {limit}, and --truncation_strategy to treat longer rows",
-            )
 
 
 def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, facts: Facts) -> Iterator[Problem]:

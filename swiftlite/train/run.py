@@ -190,12 +190,13 @@ def flops_of(args: SftArgs, plan: Plan, hf_model: HfModel, trainable: Trainable)
     return training_flops(
         hf_model.config,
         plan.heads,
-        heads_only=trainable.freezes_trunk,
+        heads_only=args.mtp_mode == "heads_only" or (trainable.freezes_trunk and args.indexer_mode != "indexer_only"),
         trunk_is_read=plan.trunk.cache is not None,
         lora=plan.lora,
         tower=hf_model.tower,
         trained_parts=trained_parts_of(args),
         freeze_llm=args.freeze_llm,
+        indexer_mode=args.indexer_mode,
     )
 
 
@@ -472,7 +473,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
         max_length=run.hf_model.max_length,
         tokenizer=run.tokenizer,
         extras=run.batches.extras,
-        trunk_is_frozen=run.train_state.trainable.freezes_trunk,
+        trunk_is_frozen=run.train_state.trainable.freezes_trunk and run.args.indexer_mode != "indexer_only",
     )
 
 

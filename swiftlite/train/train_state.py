@@ -8,7 +8,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.args.fields import IndexerArgs, MoeArgs, RecomputeArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import depth_key
 from swiftlite.base.log import logger
@@ -88,6 +88,7 @@ def make_train_state(
         holds_layers=plan.trunk.holds_layers,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
+        indexer=group_of(args, IndexerArgs),
         mtp_loss=plan.mtp_loss,
         detached_heads=plan.detached_heads,
         temperature=plan.temperature,

@@ -18,6 +18,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.bridge.tensors import some
 from swiftlite.data.batch import Batch
+from swiftlite.model.attention.indexer import take_indexer_loss
 from swiftlite.model.forward import between_groups, run_batches
 from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
@@ -325,6 +326,8 @@ class Trainer:
         others: dict[str, torch.Tensor] = {}
         if self.model[0].config.moe_aux_loss_coeff:
             others["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
+        if getattr(self.model[0].config, "indexer_loss_coeff", 0):
+            others["indexer_loss"] = take_indexer_loss(self.model, self.mesh)
 
         def is_good(norms: Mapping[str, torch.Tensor]) -> bool:
             copy = start_copy_to_host([sums, sizes, *norms.values(), *others.values()])

@@ -389,13 +389,14 @@ def with_vocab(model: Path, directory: Path, draft_vocab: list[int]) -> Path:
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stack the tensors of experts. This is the inverse of `as_in_files`."""
+    """Stack the tensors of experts with transformers' names. This is the inverse of `as_in_files`."""
     if any(name.endswith("experts.gate_up_proj") for name in tensors):
         return tensors
     if any(name.endswith("moe.gate_proj.weight") for name in tensors):
         return _stacks_of_gate_and_up(tensors)
     stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in f".{name}"}
-    for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
+    gates = (name for name in tensors if ".experts." in f".{name}" and ".gate_proj." in name)
+    for prefix in {name.partition("experts.")[0] for name in gates}:
         count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
 
         def part(expert: int, kind: str, prefix: str = prefix) -> torch.Tensor:

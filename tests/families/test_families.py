@@ -13,6 +13,7 @@ from swiftlite import families
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.families import dense, index
+from swiftlite.families.architecture import has_indexer
 from swiftlite.families.windows import KINDS
 from tests.messages import mentions, naming
 from tests.tiny import (
@@ -708,6 +709,8 @@ REFUSED = [
     *[(family, "index_topk", 0) for family in DSA],
     *[(family, "index_topk_freq", 0) for family in DSA],
     *[(family, "index_topk_pattern", "FS") for family in DSA],
+    ("deepseek_v32", "indexer_rope_interleave", True),
+    ("glm_moe_dsa", "indexer_rope_interleave", False),
     *[(family, "indexer_types", ["full", "shared"]) for family in DSA],
     *[(family, "indexer_types", ["full"]) for family in DSA],
     *[(family, "layer_types", ["indexed_attention", "full_attention"]) for family in DSA],
@@ -1005,11 +1008,11 @@ def test_layers_without_indexers():
         shared = {"num_hidden_layers": 9, "index_topk_freq": 4, "index_skip_topk_offset": offset}
         written = CLASSES["glm_moe_dsa"][0](**OWN_SIZES["glm_moe_dsa"], **shared).to_dict()
         architecture = families.get(written).architecture(written)
-        kinds = ["full" if layer.attention.longest_sequence else "shared" for layer in architecture.layers]
+        kinds = ["full" if has_indexer(layer) else "shared" for layer in architecture.layers]
         assert kinds == written["indexer_types"]
         last_full = max(n for n, kind in enumerate(kinds) if kind == "full")
         assert architecture.mtp_sources == (last_full, last_full)
-        assert architecture.longest_sequence == 2048
+        assert architecture.index_topk == 2048
         with pytest.raises(UserError, match=naming("indexer_types")):
             families.get(written | {"indexer_types": [*kinds[1:], kinds[0]]})
     with pytest.raises(UserError, match=naming("index_topk_freq")):

@@ -65,7 +65,7 @@ class RunningMean:
     hidden: int
 
     @property
-    def longest_sequence(self) -> None:
+    def indexer(self) -> None:
         return None
 
     @property

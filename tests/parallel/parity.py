@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite import families
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.args.fields import IndexerArgs, MoeArgs, RecomputeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora
 from swiftlite.bridge.hf_config import read_config
@@ -35,7 +35,7 @@ from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import make_plan, make_schedule, row_multiple_of
-from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
+from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
@@ -228,6 +228,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         multiple = row_multiple_of(plan.layout, plan.packing, False, job.kernels.low_precision)
         plan = replace(plan, kernels=job.kernels, row_multiple=multiple)
         samples = job.samples or make_samples(hf_config["vocab_size"])
+        trainable = trainable_of(args, plan.heads, has_tower=bool(job.samples))
         model = build_model(
             family.architecture(hf_config),
             hf_config,
@@ -236,16 +237,14 @@ def compute(job: Job) -> list[dict[str, float]]:
             heads=plan.heads,
             recompute=group_of(args, RecomputeArgs),
             moe=group_of(args, MoeArgs),
-            freeze_trunk=args.mtp_mode == "heads_only",
+            indexer=group_of(args, IndexerArgs),
+            freeze_trunk=trainable.freezes_trunk,
             drafting=family.drafting_of(hf_config, plan.heads),
             mtp_loss=plan.mtp_loss,
             kernels=job.kernels,
             mcore_config=settings_of(args.megatron_config, "TransformerConfig"),
         )
-        if args.mtp_mode == "heads_only":
-            HEADS_ONLY.apply(model)
-        elif job.samples:
-            trainable_of(args, plan.heads, has_tower=True).apply(model)
+        trainable.apply(model)
         load_hf(model, job.hf_dir, family, hf_config)
         if plan.lora:
             add_adapters(model, plan.lora, family.rows(hf_config, depth))

@@ -228,6 +228,36 @@ def test_indexers(ranks):
     assert estimated.parameters - without.parameters == 5 * per_layer
 
 
+@pytest.mark.parametrize(
+    ("mode", "recompute"),
+    [("frozen", "none"), ("frozen", "full"), ("joint", "none"), ("indexer_only", "none")],
+)
+def test_selections(mode, recompute):
+    """Layers store the tokens that indexers select, and with recomputation only those that other layers use."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 24, "index_topk": 128}
+    shared = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
+    hf_config = config("glm_moe_dsa", **OWN_SIZES["glm_moe_dsa"] | sizes | shared)
+    setup = Setup(
+        micro_batch_size=2,
+        max_length=256,
+        parameter_bytes=4,
+        indexer_mode=mode,
+        recompute=RecomputeArgs(recompute, "uniform", 1),  # type: ignore[arg-type]
+    )
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure, hf_config, setup)
+    for name in EXACT:
+        assert getattr(measured, name) == getattr(estimated, name)
+    if mode == "frozen":
+        whole = hf_config | {"index_topk": 256}
+        (short,), (measured_short,) = estimate(whole, setup), launch(1, measure, whole, setup)
+        difference = 2 * 2 * 256 * 128 * 4  # two layers select
+        if recompute == "none":
+            difference -= 4 * 2 * 256 * 4 * 4  # four layers do not store the statistics of the softmax, of four heads
+        assert estimated.activations - short.activations == difference
+        assert measured.activations - measured_short.activations == pytest.approx(difference, rel=0.01)
+
+
 def test_gradients_in_bfloat16():
     setup = Setup(
         micro_batch_size=2,

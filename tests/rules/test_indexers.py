@@ -1,4 +1,4 @@
-"""Test the rules of models with indexers: rows must not be longer than `index_topk`, and indexers are not trained."""
+"""Test the rules of models with indexers: rows above `index_topk`, and the training of indexers."""
 
 import json
 from dataclasses import replace
@@ -9,6 +9,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import DpoArgs, GkdArgs, GrpoArgs, PtArgs
+from swiftlite.base.errors import OptionError
 from tests.messages import mentions
 from tests.planned import planned
 from tests.rules.good import SFT, problems_of
@@ -50,31 +51,106 @@ def sparse(here) -> Path:
 FILES: dict[str, Any] = {"dataset": ["train.jsonl"], "output_dir": "out"}
 
 
+LONG: dict[str, Any] = {"model": "sparse", "max_length": 2 * TOPK}
+HEADS: dict[str, Any] = {"mtp_mode": "heads_only", "mtp_num_layers": 1}
+# Of six layers, 0, 1 and 5 have an indexer.
+SHARED = {"index_topk_freq": 4, "index_skip_topk_offset": 2, "num_hidden_layers": 6, "model_type": "glm_moe_dsa"}
+
+
+def about_indexers(args: Any) -> list[tuple[str, str]]:
+    try:
+        rules.check(args)
+    except OptionError as error:
+        return [(problem, hint) for problem, hint in error.problems if "index" in problem]
+    return []
+
+
+def change(model: Path, **config: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
 @pytest.mark.parametrize(
-    ("args", "option"),
+    "args",
     [
-        (replace(SFT, model="sparse"), "--model"),
-        (PtArgs(model="sparse", **FILES), "--model"),
-        (DpoArgs(model="sparse", **FILES), "--model"),
-        (DpoArgs(model="plain", ref_model="sparse", **FILES), "--ref_model"),
-        (GkdArgs(model="plain", teacher_model="sparse", **FILES), "--teacher_model"),
-        (GrpoArgs(model="sparse", reward_funcs=["format"], **FILES), "--model"),
-        (planned(model="sparse"), "--model"),
+        replace(SFT, **LONG),
+        replace(SFT, **LONG, **HEADS),
+        replace(SFT, **LONG, tuner_type="lora"),
+        replace(SFT, **LONG, indexer_mode="joint", indexer_loss_coeff=0.1),
+        replace(SFT, **LONG, indexer_mode="indexer_only"),
+        PtArgs(**LONG, **FILES),
+        DpoArgs(**LONG, **FILES),
+        GrpoArgs(**LONG, reward_funcs=["format"], **FILES),
+        planned(**LONG),
     ],
 )
-def test_rows_longer_than_index_topk(sparse, args, option):
-    found = [problem for problem in problems_of(args) if "index_topk" in problem[0]]
-    ((problem, hint),) = found
-    assert mentions(problem, f"--max_length 2048 {option} deepseek_v32 {TOPK} index_topk")
+def test_rows_longer_than_index_topk(sparse, args):
+    assert about_indexers(args) == []
+
+
+UNROLLED = HEADS | {"mtp_unroll": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(UNROLLED, "--mtp_unroll 3"), (HEADS | {"mtp_features": [0, 1, 2]}, "--mtp_features")],
+)
+def test_drafts_that_do_not_select(sparse, options, named):
+    args = replace(SFT, **LONG, **options)
+    ((problem, hint),) = about_indexers(args)
+    assert mentions(problem, f"{named} --max_length {2 * TOPK} index_topk {TOPK}")
     assert mentions(hint, f"--max_length {TOPK}")
+    assert not about_indexers(replace(args, max_length=TOPK))
 
 
-def test_rows_up_to_index_topk(sparse):
-    """A packed row can be longer, because its sequences do not see each other."""
-    args = replace(SFT, model="sparse", max_length=TOPK)
-    assert rules.check(args) == []
-    assert rules.check(replace(args, packing=True, packing_length=4 * TOPK)) == []
-    assert problems_of(replace(args, max_length=TOPK + 1))
+STREAMED = HEADS | {"stream_trunk": True, "cache_trunk_states": "states"}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "--pipeline_model_parallel_size 2 3"),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*4|t*2L"},
+            "--pipeline_model_parallel_layout 4",
+        ),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*5|tL"}, ""),
+        (STREAMED, "--stream_trunk"),
+    ],
+)
+def test_shared_selections_stay_in_their_stage(sparse, options, named):
+    change(sparse, **SHARED)
+    found = about_indexers(replace(SFT, **LONG, **options))
+    assert [mentions(problem, f"{named} --max_length {2 * TOPK}") for problem, _ in found] == [True] * bool(named)
+    short = replace(SFT, **LONG | {"max_length": TOPK}, **options)
+    assert not about_indexers(short)
+
+
+@pytest.mark.parametrize(("model", "option"), [("teacher_model", "teacher"), ("ref_model", "ref")])
+def test_stages_of_other_models(sparse, model, option):
+    change(sparse, **SHARED)
+    options: dict[str, Any] = {"model": "plain", model: "sparse", "max_length": 2 * TOPK, **FILES}
+    args = GkdArgs(**options) if option == "teacher" else DpoArgs(**options)
+    found = problems_of(replace(args, pipeline_model_parallel_size=2))
+    assert [mentions(problem, f"--pipeline_model_parallel_size 2 --{model} {TOPK}") for problem, _ in found].count(
+        True
+    ) == 1
+    assert not about_indexers(args)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (replace(SFT, indexer_mode="joint"), "joint"),
+        (replace(SFT, model="sparse", indexer_mode="joint", tuner_type="lora"), "joint --tuner_type lora"),
+        (replace(SFT, model="sparse", indexer_mode="indexer_only", **HEADS), "indexer_only --mtp_mode heads_only"),
+        (DpoArgs(model="sparse", indexer_mode="indexer_only", **FILES), "indexer_only"),
+        (replace(SFT, model="sparse", max_length=TOPK, indexer_mode="joint", **UNROLLED), "joint --mtp_unroll"),
+    ],
+)
+def test_indexers_that_cannot_be_trained(sparse, args, named):
+    ((problem, _),) = about_indexers(args)
+    assert mentions(problem, f"--indexer_mode {named}")
 
 
 @pytest.mark.parametrize("name", ["k_norm", "weights_proj", "indexer.wk"])

@@ -264,7 +264,7 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
         )
     attentions = model.family.architecture(model.config).attentions
     options: dict[str, Any] = {}
-    if is_on_cpu() and any(attention.longest_sequence is not None for attention in attentions):
+    if is_on_cpu() and any(attention.indexer is not None for attention in attentions):
         raise UserError(
             f"vLLM on a CPU does not support the sparse attention of {model.family.name}",
             "use --infer_backend transformers, or a machine with a GPU",

@@ -1,7 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention (DSA), whose indexer selects the tokens that each token sees.
-
-Sequences of up to `index_topk` tokens are supported, in which the indexer selects all tokens (`attention.Indexer`).
-"""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention (DSA), whose indexer selects the tokens that each token sees."""
 
 from swiftlite.families import dense, moe
 from swiftlite.families.attention import Indexer
@@ -22,8 +19,12 @@ def _check(hf_config: HfConfig) -> None:
     dense.refuse(hf_config, problems)
 
 
-def problems_of(hf_config: HfConfig) -> list[str]:
-    """Return a problem (one line) for every setting that is invalid or would be ignored."""
+def problems_of(hf_config: HfConfig, *, rope_interleave: bool = False) -> list[str]:
+    """Return a problem (one line) for every setting that is invalid or would be ignored.
+
+    Args:
+        rope_interleave: as for `layer`.
+    """
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if not problems:
         # head_dim is not read: it is qk_rope_head_dim in GLM-5, and qk_nope_head_dim in GLM-5.2.
@@ -34,6 +35,7 @@ def problems_of(hf_config: HfConfig) -> list[str]:
             mlp_bias=(False, None),
             rope_interleave=(True, None),  # transformers does not read it
             index_topk_pattern=(None,),
+            indexer_rope_interleave=(rope_interleave, None),  # vLLM reads it, and transformers does not
         )
     if not problems:
         problems = _layer_problems(hf_config)
@@ -69,13 +71,19 @@ def indexer_types(hf_config: HfConfig) -> list[str]:
     return kinds
 
 
-def layer(hf_config: HfConfig, number: int) -> Layer:
-    """Return decoder layer `number`, from 0."""
-    indexer = None
-    if indexer_types(hf_config)[number] == "full":
-        indexer = Indexer(
-            heads=hf_config["index_n_heads"], head_dim=hf_config["index_head_dim"], topk=hf_config["index_topk"]
-        )
+def layer(hf_config: HfConfig, number: int, *, rope_interleave: bool = False) -> Layer:
+    """Return decoder layer `number`, from 0.
+
+    Args:
+        rope_interleave: `Indexer.rope_interleave`.
+    """
+    indexer = Indexer(
+        heads=hf_config["index_n_heads"],
+        head_dim=hf_config["index_head_dim"],
+        topk=hf_config["index_topk"],
+        rope_interleave=rope_interleave,
+        is_shared=indexer_types(hf_config)[number] == "shared",
+    )
     return Layer(deepseek_v3.attention(hf_config, indexer), moe.mlp(hf_config, number))
 
 

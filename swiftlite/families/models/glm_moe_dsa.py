@@ -3,6 +3,8 @@
 In GLM-5.2, only every fourth layer has an indexer; the layers after it use its selection. All heads have one.
 """
 
+from functools import partial
+
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.models import deepseek_v32
@@ -11,13 +13,13 @@ from swiftlite.families.serving.convention import Convention, Serving
 
 
 def _check(hf_config: HfConfig) -> None:
-    dense.refuse(hf_config, deepseek_v32.problems_of(hf_config))
+    dense.refuse(hf_config, deepseek_v32.problems_of(hf_config, rope_interleave=True))
 
 
 GLM_MOE_DSA = Family(
     name="glm_moe_dsa",
     check=_check,
-    layer=deepseek_v32.layer,
+    layer=partial(deepseek_v32.layer, rope_interleave=True),  # in indexers, as in transformers
     outside=dense.outside,
     mtp=moe.NEXT_LAYER_HEADS,
     serving=Serving(

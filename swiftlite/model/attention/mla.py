@@ -8,7 +8,6 @@ Shapes: T tokens ([S, B], or [S] in a packed row), H hidden size, N heads on thi
 channels of a head, of which R are rotary, V value channels.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -25,9 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
-from torch import nn
 
-from swiftlite.families.attention import Indexer
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.draft_attention import Draft
 from swiftlite.model.attention.rope import rope_config, rotation
@@ -46,10 +43,14 @@ class MLATransformerConfig(McoreMLATransformerConfig):
             `qk_pos_emb_head_dim` channels.
         rope_interleave: whether channels 2i and 2i + 1 are rotated together, as in DeepSeek's models; otherwise i and i
             + R / 2.
+        indexer_loss_coeff: weight of the loss of indexers (`indexer.py`); 0: they are not trained.
+        indexer_is_alone: whether only indexers are trained. In training, attention is then to all tokens.
     """
 
     hf_rope: dict[str, Any] = field(default_factory=dict)
     rope_interleave: bool = True
+    indexer_loss_coeff: float = 0.0
+    indexer_is_alone: bool = False
 
     def __post_init__(self):
         # megatron-core's defaults are those of a specific model.
@@ -74,42 +75,6 @@ def latent_norm(norm: Any) -> type:
     return type(f"Latent{norm.__name__}", (norm,), {"__init__": init})
 
 
-def _reads_rows(attention_mask: Any) -> bool:
-    """Return whether queries see the keys of the whole row.
-
-    The result is False for decoding with a cache, and for later steps of a draft, where each query sees different keys.
-    """
-    if isinstance(attention_mask, Draft):
-        return attention_mask.is_empty and attention_mask.cache is None
-    return not isinstance(attention_mask, Cache)
-
-
-class HeldIndexer(nn.Module):
-    """The tensors of an indexer (`families/attention.py`), which is not computed.
-
-    They are buffers, because they are not trained. All tensor-parallel ranks hold the whole tensors. Those of exact
-    bridge rows stay float32 in a 16-bit model.
-    """
-
-    def __init__(self, indexer: Indexer, config: MLATransformerConfig):
-        super().__init__()
-        assert config.q_lora_rank is not None
-        self._exact: list[str] = []
-        for row in indexer.rows(config.hidden_size, config.q_lora_rank):
-            name = row.mcore.removeprefix("indexer.")
-            (shape,) = row.hf.values()
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.float32 if row.is_exact else config.params_dtype))
-            if row.is_exact:
-                self._exact.append(name)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "HeldIndexer":
-        exact = {name: self.get_buffer(name) for name in self._exact}
-        super()._apply(fn, recurse)
-        for name, tensor in exact.items():
-            self._buffers[name] = tensor.to(self.get_buffer(name).device)
-        return self
-
-
 class MLASelfAttention(McoreMLASelfAttention):
     """megatron-core's latent attention with down-projections that tensor-parallel ranks split by columns.
 
@@ -119,16 +84,9 @@ class MLASelfAttention(McoreMLASelfAttention):
 
     Args:
         args, kwargs: arguments of megatron-core's class.
-        indexer: the indexer whose tensors the module holds; None without one. The caller ensures that no sequence is
-            longer than its `topk`.
     """
 
     config: MLATransformerConfig
-
-    def __init__(self, *args: Any, indexer: Indexer | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if indexer is not None:
-            self.indexer = HeldIndexer(indexer, self.config)
 
     def forward(
         self,
@@ -149,7 +107,7 @@ class MLASelfAttention(McoreMLASelfAttention):
             rotary_pos_emb: output of `RotaryEmbedding` for this rank's part of the row.
             kwargs: further arguments of megatron-core's layers.
         """
-        group = self.pg_collection.cp if _reads_rows(attention_mask) else None
+        group = self.pg_collection.cp if self._reads_rows(attention_mask) else None
         result: Any = super().forward(
             hidden_states,
             attention_mask,
@@ -158,6 +116,16 @@ class MLASelfAttention(McoreMLASelfAttention):
             **kwargs,
         )
         return result
+
+    def _reads_rows(self, attention_mask: Any) -> bool:
+        """Return whether queries see the keys of the whole row.
+
+        The result is False for decoding with a cache, and for later steps of a draft, where each query sees different
+        keys.
+        """
+        if isinstance(attention_mask, Draft):
+            return attention_mask.is_empty and attention_mask.cache is None
+        return not isinstance(attention_mask, Cache)
 
     def get_query_key_value_tensors(
         self,

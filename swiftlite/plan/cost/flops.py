@@ -2,7 +2,8 @@
 
 Each kind of layer counts its operations (`families/layer.py`). A multiply-add counts as two operations. Attention is
 counted for causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens, without those outside of a sliding
-window. Only selected experts are counted, and
+window. Attention to tokens that an indexer selects is counted like attention to all tokens, because it is computed with
+a mask. Only selected experts are counted, and
 the output layer is counted only for positions with a label (`model.loss` computes no other logits). Padding,
 recomputation, and operations other than matrix products (norms, rotary embeddings, softmax, optimizer) are not counted.
 A tower counts its operations from the numbers of items of images; all pairs of patches of an image attend.
@@ -10,11 +11,13 @@ A tower counts its operations from the numbers of items of images; all pairs of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
+from swiftlite.args.fields import IndexerMode
 from swiftlite.base.heads import MTP_FEATURES, Heads
 from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.rows import saved_names
-from swiftlite.bridge.rows import lift
+from swiftlite.bridge.rows import lift, shapes_of
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
@@ -38,6 +41,8 @@ class Flops:
         item_square: operations of a tower per squared number of items of an image.
         windows: sizes of sliding windows in tokens, each with the operations per pair of tokens in the layers with this
             window. `linear` and `square` include the pairs outside of the windows.
+        indexers: for indexers that are computed only in sequences of more than `topk` tokens: `topk`, and their
+            operations per token and per pair of tokens, which `linear` and `square` include.
     """
 
     linear: float
@@ -46,6 +51,7 @@ class Flops:
     item: float = 0.0
     item_square: float = 0.0
     windows: tuple[tuple[int, int], ...] = ()
+    indexers: tuple[int, int, int] | None = None
 
     @property
     def per_token(self) -> float:
@@ -54,10 +60,14 @@ class Flops:
         return self.linear + sum(self.targets)
 
     def outside_windows(self, length: int) -> int:
-        """Return the operations for pairs outside of the windows of a sequence of `length` tokens, which are not
-        computed.
+        """Return the operations for pairs outside of the windows of a sequence of `length` tokens, and those of
+        indexers that select all tokens, which are not computed.
         """
         missing = 0
+        if self.indexers is not None:
+            topk, per_token, per_pair = self.indexers
+            if length <= topk:
+                missing += per_token * length + per_pair * num_pairs(length, None)
         for window, per_pair in self.windows:
             missing += per_pair * (num_pairs(length, None) - num_pairs(length, window))
         return missing
@@ -95,6 +105,7 @@ def training_flops(
     tower: Tower | None = None,
     trained_parts: TrainedParts = FROZEN,
     freeze_llm: bool = False,
+    indexer_mode: IndexerMode = "frozen",
 ) -> Flops:
     """Return the FLOPs of training a tower, the trunk, the MTP layers, and the output layer for the trunk and each MTP
     depth.
@@ -109,6 +120,7 @@ def training_flops(
         tower: tower of the model; None if the run computes no tower.
         trained_parts: trained parts of the tower.
         freeze_llm: whether the trunk's weights have no gradients, but its states have.
+        indexer_mode: training of indexers.
 
     Raises:
         UserError: the model_type is unknown.
@@ -118,6 +130,8 @@ def training_flops(
     trunk_passes = output_passes = head_passes = 3
     if heads_only:
         trunk_passes, output_passes = 1, 2
+    elif indexer_mode == "indexer_only":
+        trunk_passes, output_passes, head_passes = 1, 2, 2
     if trunk_is_read:
         trunk_passes = 0
     matrix_passes = trunk_passes
@@ -141,27 +155,55 @@ def training_flops(
     for number, layer in passes:
         window = layer.attention.window
         pairs[window] = pairs.get(window, 0) + number * layer.attention.macs_per_pair()
-    square = sum(pairs.values())
+    index_token, index_pair = _of_indexers(architecture, num_drafts, indexer_mode, heads_only, trunk_is_read)
+    square = sum(pairs.values()) + index_pair
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
     drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
     head_output_passes = output_passes
     if architecture.outside.heads_have_output_layers:
         head_output_passes = head_passes
     trunk_target = output_passes * vocabulary
-    if heads_only:
+    if heads_only or indexer_mode == "indexer_only":
         trunk_target = trunk_passes * vocabulary
+    indexers = None
+    if architecture.index_topk is not None and indexer_mode == "frozen":
+        indexers = architecture.index_topk, index_token, _PER_MAC * index_pair
     item = item_square = 0.0
     if tower is not None and not trunk_is_read:
         item, item_square = tower.macs(trained_parts)
     of_heads = (head_passes * mtp_layer + head_adapters) * num_drafts + _of_features(heads, hidden)
     return Flops(
-        linear=matrix_passes * trunk + adapters + of_heads + square,
+        linear=matrix_passes * trunk + adapters + of_heads + index_token + square,
         square=square,
         targets=(trunk_target, *[head_output_passes * drafted] * num_drafts),
         item=_PER_MAC * item,
         item_square=_PER_MAC * item_square,
         windows=tuple((window, _PER_MAC * per_pair) for window, per_pair in pairs.items() if window is not None),
+        indexers=indexers,
     )
+
+
+def _of_indexers(
+    architecture: Architecture, num_drafts: int, mode: IndexerMode, heads_only: bool, trunk_is_read: bool
+) -> tuple[int, int]:
+    """Return the FLOPs of all indexers per token, and the multiply-adds per pair of tokens.
+
+    A trained indexer also computes the scores of the attention that it learns, half of the operations of attention.
+    """
+    of_heads = of_trunk = 1 if mode == "frozen" else 3
+    if heads_only:
+        of_trunk = 0 if trunk_is_read else 1
+    per_token = per_pair = 0
+    passes = [(of_trunk, layer.attention) for layer in architecture.layers]
+    for number, attention in passes + [(of_heads, architecture.mtp_block.attention)] * num_drafts:
+        if attention.indexer is None or attention.indexer.is_shared:
+            continue
+        shapes = shapes_of(row for row in attention.rows() if row.is_frozen).values()
+        per_token += number * _PER_MAC * sum(prod(shape) for shape in shapes if len(shape) == 2)
+        per_pair += number * attention.indexer.macs_per_pair()
+        if number == 3:
+            per_pair += attention.macs_per_pair() // 2
+    return per_token, per_pair
 
 
 def _of_features(heads: Heads, hidden: int) -> int:

@@ -16,6 +16,9 @@ from swiftlite.plan.cost.software import Software
 from swiftlite.plan.cost.timing import collective_seconds, exchange_seconds, memory_seconds
 from swiftlite.plan.low_precision import LowPrecision
 
+_FLOAT32_TIME = 15
+"""Time of a float32 operation relative to one at peak speed, as on an H100."""
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -55,7 +58,7 @@ class LayerSpeed:
         self.rank = dataclasses.replace(rank_of(architecture, setup), recomputed=frozenset())
         # Experts with adapters are computed one by one (`model/layers/experts.py`).
         self.has_grouped_experts = setup.is_fused and setup.lora is None
-        self.is_trunk_frozen = setup.mtp_mode == "heads_only"
+        self.is_trunk_frozen = setup.trunk_is_frozen
 
     def trunk_layer(self, layer: Layer, low: LowPrecision | None) -> Seconds:
         """Return the time of a decoder layer, forward and backward. For a frozen trunk, there is no backward pass."""
@@ -89,7 +92,7 @@ class LayerSpeed:
         quantizing = sum(product.quantizing()[0] for product in products)
         return Seconds(
             products=sum(product.forward(self.gpu) for product in products),
-            attention=self._attention(layer),
+            attention=self._attention(layer) + self._indexer(layer),
             elementwise=self._elementwise(layer) / 3 + memory_seconds(self.gpu, quantizing),
             tensor_parallel=exposed * _shared_halves(layer),
             context_parallel=self._context_gather(layer),
@@ -105,7 +108,7 @@ class LayerSpeed:
         added = memory_seconds(self.gpu, weights * self.software.gradient_bytes)
         return Seconds(
             products=sum(product.backward(self.gpu, learns) for product in products),
-            attention=2.5 * self._attention(layer),  # five products, two in the forward pass
+            attention=(2.5 + self._selects(layer)) * self._attention(layer),  # five products, two in the forward pass
             elementwise=2 / 3 * self._elementwise(layer) + added + memory_seconds(self.gpu, quantizing),
             tensor_parallel=self.software.exposed_tp[1] * self._gather_of(products) * _shared_halves(layer),
             context_parallel=self._context_gather(layer),
@@ -120,6 +123,22 @@ class LayerSpeed:
         pairs = self.setup.micro_batch_size * num_pairs(self.setup.max_length, layer.attention.window)
         flops = 2 * layer.attention.macs_per_pair() * pairs / (self.rank.tp * self.rank.cp)
         return flops / (self.gpu.peak_flops * self.software.attention_on(self.gpu, self.setup.has_flash2))
+
+    def _selects(self, layer: Layer) -> bool:
+        """Return whether attention is computed with selected tokens. The backward pass then recomputes it."""
+        return layer.attention.indexer is not None and layer.attention.indexer.selects(self.setup.max_length)
+
+    def _indexer(self, layer: Layer) -> float:
+        """Return the seconds of the scores of an indexer, forward and, if it is trained, backward.
+
+        They are float32, and each tensor-parallel rank computes all of them.
+        """
+        indexer, is_trained = layer.attention.indexer, self.setup.indexer_mode != "frozen"
+        if indexer is None or not (is_trained or self._selects(layer)):
+            return 0.0
+        pairs = self.setup.micro_batch_size * num_pairs(self.setup.max_length, None) / self.rank.cp
+        passes = 3 if is_trained else 1
+        return 2 * passes * indexer.macs_per_pair() * pairs * _FLOAT32_TIME / self.gpu.peak_flops
 
     def _elementwise(self, layer: Layer) -> float:
         """Return the seconds of operations other than matrix products, forward and backward, from the bytes that they

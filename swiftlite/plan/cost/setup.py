@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.fields import MtpMode, OptimizerName, ParallelLayout, RecomputeArgs, TransformerImpl
+from swiftlite.args.fields import IndexerMode, MtpMode, OptimizerName, ParallelLayout, RecomputeArgs, TransformerImpl
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora
 from swiftlite.families.architecture import Architecture
@@ -73,6 +73,8 @@ class Setup:
     """Images of the rows; None for rows without images, with which no vision tower is computed."""
     freeze_llm: bool = False
     """Whether the trunk has no gradients of weights, but passes gradients to the tower."""
+    indexer_mode: IndexerMode = "frozen"
+    """Training of the indexers of sparse attention."""
 
     @classmethod
     def of(cls, args: SftArgs, plan: Plan, images: ImageSetup | None = None) -> "Setup":
@@ -109,7 +111,13 @@ class Setup:
             low_precision=kernels.low_precision,
             images=images,
             freeze_llm=args.freeze_llm,
+            indexer_mode=args.indexer_mode,
         )
+
+    @property
+    def trunk_is_frozen(self) -> bool:
+        """Whether the trunk is computed without gradients."""
+        return self.mtp_mode == "heads_only" or self.indexer_mode == "indexer_only"
 
 
 def gradient_bytes(setup: Setup) -> int:

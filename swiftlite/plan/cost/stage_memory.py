@@ -52,7 +52,7 @@ class ModelOnRank:
         self.num_mtp_layers = setup.heads.layers
         # Of an MTP head; other drafters are estimated as heads without features.
         self.num_features = len(setup.heads.features) if setup.heads.kind == MTP_FEATURES else 0
-        self.is_trunk_frozen = setup.mtp_mode == "heads_only"
+        self.is_trunk_frozen = setup.trunk_is_frozen
 
     def rank_in(self, layer: int) -> Rank:
         """Return this rank's settings for decoder layer `layer` (from 0), which depend on the layer's precision."""
@@ -108,6 +108,8 @@ class ModelOnRank:
         num_bytes = layer.activation_bytes(rank)
         if lora and lora.has_magnitudes:  # checked first, because listing rows is slow: a layer of DeepSeek-V3 has 770
             num_bytes += adapter_activation_bytes(layer, self.architecture.layer_rows(number), lora, rank)
+        if layer.attention.indexer is not None and self.setup.indexer_mode != "frozen":
+            num_bytes += layer.parameters(rank).frozen * rank.itemsize  # gradients from the forward pass
         return num_bytes
 
     def draft_activations(self, head: int) -> list[Activation]:
@@ -232,7 +234,12 @@ class VirtualStage:
 
     def trained_parameters(self) -> ParameterCount:
         """Count the trained parameters of this stage."""
-        return self._trained_parts().without_frozen
+        mode, trained = self.model.setup.indexer_mode, self._trained_parts()
+        if mode == "frozen":
+            return trained.without_frozen
+        if mode == "joint":
+            return ParameterCount(trained.dense + trained.frozen, trained.expert)
+        return ParameterCount((self._trunk_parameters() + self._mtp_parameters()).frozen)
 
     def _trained_parts(self) -> ParameterCount:
         """Count all parameters of the parts of this stage that are trained."""
@@ -373,7 +380,31 @@ class VirtualStage:
         # All steps of an unrolled layer share one checkpoint.
         mtp_layers = [sum(drafts[start : start + unroll]) for start in range(0, len(drafts), unroll)]
         mtp_bytes, mtp_again = _recompute(model.setup, mtp_layers, (1 + unroll) * states)
-        return [Activation("decoder layers", trunk_bytes), Activation("MTP layers", mtp_bytes)], max(again, mtp_again)
+        again = max(again, mtp_again) + self._block_bytes()
+        entries = [Activation("decoder layers", trunk_bytes), Activation("MTP layers", mtp_bytes)]
+        entries.append(Activation("selections", self._shared_selections()))
+        entries.append(Activation("gradients of indexers", self._indexer_gradients()))
+        return entries, again
+
+    def _shared_selections(self) -> int:
+        """Count the bytes of the selections of indexers that recomputed layers read again."""
+        indexers = [layer.attention.indexer for layer in self.layers]
+        is_full = self.model.setup.recompute.recompute_granularity == "full"
+        if self.model.is_trunk_frozen or not is_full or not any(each and each.is_shared for each in indexers):
+            return 0
+        return sum(each.selection_bytes(self.model.rank) for each in indexers if each)
+
+    def _indexer_gradients(self) -> int:
+        """Count the bytes of the gradients that a trunk without other gradients computes in the forward pass."""
+        if self.model.setup.indexer_mode != "indexer_only":
+            return 0
+        return sum(layer.parameters(self.model.rank).frozen for layer in self.layers) * self.model.rank.itemsize
+
+    def _block_bytes(self) -> int:
+        """Count the bytes of temporary scores of an indexer."""
+        length = self.model.setup.max_length
+        indexers = [layer.attention.indexer for layer in self.layers]
+        return max((each.block_bytes(length) for each in indexers if each), default=0)
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ class Batches:
         num_multiple_of = 1
         if num_virtual_stages(layout):
             num_multiple_of = layout.pipeline_model_parallel_size
-        if self.flops.windows:
+        if self.flops.windows or self.flops.indexers:
             more_work = more_work or [0.0] * len(lengths)
             pairs = zip(more_work, lengths, strict=True)
             more_work = [more - self.flops.outside_windows(length) for more, length in pairs]
