@@ -199,6 +199,9 @@ KINDS: dict[str, Kind] = {
     "eagle3.1 packed": both("llama", "--mtp_mode heads_only --drafter eagle3.1 --mtp_unroll 3 {packed}"),
     "features packed": both("llama", "--mtp_mode heads_only --mtp_features 1 --mtp_unroll 3 {packed}"),
     "dflash packed": both("llama", "--mtp_mode heads_only --drafter dflash --mtp_unroll 3 {packed}"),
+    "dspark packed": both(
+        "llama", "--mtp_mode heads_only --drafter dspark --mtp_unroll 3 {packed}", resumed=ONE_PROCESS
+    ),
     "unrolled joint": device("dense", f"{HEADS_ONLY} --mtp_unroll 3 --mtp_unroll_weights joint"),
     "unrolled qwen3": exported("qwen3", f"{NEW_HEAD} --mtp_unroll 3"),
     "unrolled PP2 kl latent": exported("latent", "--mtp_unroll 3 --mtp_loss kl", layout="PP2 MTP apart"),

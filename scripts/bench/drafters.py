@@ -1,7 +1,7 @@
 """Train drafters of one model for equal minutes on the same rows, and compare their drafts and their speed in vLLM.
 
     python scripts/bench/drafters.py --model DIR --dataset train.jsonl --val_dataset val.jsonl --output_dir OUT
-    python scripts/bench/drafters.py ... --minutes 5 --drafters mtp features eagle3.1 dflash
+    python scripts/bench/drafters.py ... --minutes 5 --drafters mtp features eagle3.1 dflash dspark
 
 The minutes include the loading of the model, but neither the export nor the measurements. A first run of a few steps
 measures the time of a step, from which the number of steps follows. Speed is that of one request at a time, with the
@@ -31,9 +31,9 @@ def options_of(drafter: str, num_layers: int) -> list[str]:
         case "mtp":
             return []
         case "features":
-            return ["--mtp_features", str(num_layers // 2), str(num_layers - 3)]
-        case "dflash":
-            return ["--drafter", "dflash", "--drafter_layers", "2"]
+            return ["--mtp_features", *map(str, sorted({num_layers // 2, max(num_layers - 3, 1)}))]
+        case "dflash" | "dspark":
+            return ["--drafter", drafter, "--drafter_layers", "2"]
     return ["--drafter", drafter]
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--dataset", nargs="+", required=True)
     parser.add_argument("--val_dataset", required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--drafters", nargs="+", default=["mtp", "features", "eagle3.1", "dflash"])
+    parser.add_argument("--drafters", nargs="+", default=["mtp", "features", "eagle3.1", "dflash", "dspark"])
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--draft_vocab", type=int, default=8192)
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -22,6 +22,8 @@ DraftDepth = Annotated[int, Interval(ge=1, le=64)]
 """Number of draft tokens per step in training."""
 DrafterDepth = Annotated[int, Interval(ge=1, le=16)]
 """Number of decoder layers of a block drafter, as in its config.json."""
+MarkovRank = Annotated[int, Interval(ge=1, le=1024)]
+"""Rank of the Markov head of a drafter, as in its config.json."""
 Length = Annotated[int, Interval(ge=2)]
 """Number of tokens in a row: at least one input and one label."""
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]

@@ -38,7 +38,10 @@ class SftArgs(
 
 _TRUNK_IS_TRAINED = {
     **dict.fromkeys(
-        ("cache_trunk_states", "stream_trunk", "stream_trunk_gb", "drafter", "drafter_layers", "mtp_features"),
+        (
+            *("cache_trunk_states", "stream_trunk", "stream_trunk_gb", "drafter", "drafter_layers", "markov_rank"),
+            *("drafter_anchors", "mtp_features"),
+        ),
         "it requires a frozen trunk",
     ),
     "mtp_mode": "it trains the trunk; to train only heads: swiftlite megatron sft --mtp_mode heads_only",

@@ -89,12 +89,19 @@ class MtpArgs:
     embedding, the output layer and the heads."""
     drafter: str | None = None
     """With heads_only: train another drafter instead of MTP heads: eagle3, eagle3.1 (normalized features and states,
-    for more draft tokens), the block drafter dflash, or gemma4_assistant, which reads keys of a Gemma 4. --mtp_unroll
-    is its number of draft tokens. The export has it in the folder draft/, from which vLLM drafts without swiftlite's
-    plugin. Default: the drafter of the checkpoint."""
+    for more draft tokens), the block drafters dflash and dspark (each draft token depends on the previous one), or
+    gemma4_assistant, which reads keys of a Gemma 4. --mtp_unroll is its number of draft tokens. The export has it in
+    the folder draft/, from which vLLM drafts without swiftlite's plugin, except for dspark on a CPU. Default: the
+    drafter of the checkpoint."""
     drafter_layers: bounds.DrafterDepth | None = None
-    """With --drafter dflash: number of its decoder layers. Published drafters have 5. Default: that of the
+    """With --drafter dflash or dspark: number of its decoder layers. Published drafters have 5. Default: that of the
     checkpoint, or 1."""
+    markov_rank: bounds.MarkovRank | None = None
+    """With --drafter dspark: rank of the matrix with which a draft token depends on the previous one. Default: that of
+    the checkpoint, or 256."""
+    drafter_anchors: bounds.PositiveFraction = 1.0
+    """With --drafter dflash or dspark: share of the positions from which a step drafts, in random runs of 64. Fewer
+    take less time and memory, so that a drafter sees more rows. An evaluation drafts from all positions."""
     mtp_features: list[int] = field(default_factory=list)
     """With heads_only: numbers of decoder layers whose outputs the MTP head reads in addition to the last state of
     the trunk, counted from 1, such as 15,27 of 30 layers: a middle and a late one. For 20,000 tokens of answers and
@@ -103,8 +110,9 @@ class MtpArgs:
     """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. vllm_stock:
     heads of dense models that vLLM runs without swiftlite's plugin, from the folder draft/ of the export. Default: the
     one in the checkpoint's config.json, else vllm."""
-    mtp_unroll_beta: bounds.PositiveFraction = 0.6
-    """With --mtp_unroll: weight of each draft token's loss relative to the previous one."""
+    mtp_unroll_beta: bounds.PositiveFraction | None = None
+    """With --mtp_unroll: weight of each draft token's loss relative to the previous one. Default: 0.6; with --drafter
+    dflash or dspark 0.78."""
     mtp_unroll_weights: Literal["fixed", "joint"] = "fixed"
     """With --mtp_unroll: weights of the draft tokens in the MTP loss. fixed: powers of --mtp_unroll_beta. joint: at
     each position, those with which tv maximizes the expected number of accepted draft tokens at temperature 1."""
@@ -816,6 +824,9 @@ class SpeedupOptions:
 
     output_dir: str = ""
     """Directory for all results; the same command resumes from it, and a larger --budget continues."""
+    drafter: Literal["mtp", "auto", "eagle3.1", "dflash", "dspark"] = "mtp"
+    """What is trained: MTP heads, or another drafter as for megatron sft. auto: MTP heads, and with a budget of 45m or
+    more also dspark; the one with the higher measured speed is recommended."""
     budget: str = "1h"
     """Time for the whole command, such as 45m or 1h30m; at least 5m. No round starts that would exceed it, except the
     first; bench runs in any case."""

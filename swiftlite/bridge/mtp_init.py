@@ -5,7 +5,7 @@ trunk's state after its final norm. With copy_last_layer, the block is initializ
 decoder layer with the same attention and MLP (or of two layers, one for each), and final_layernorm with the weights of
 the trunk's final norm. A head's own output layer is that of the trunk. Parameters without a counterpart in the trunk
 are initialized by `_pass_through`. Another drafter starts with copies if it names their sources (`Drafter.sources`), a
-projection of features that returns the last one, and random values elsewhere.
+projection of features that returns the last one, a Markov head that adds zeros, and random values elsewhere.
 
 Initial values do not depend on the tensor-parallel size.
 """
@@ -66,6 +66,7 @@ def pass_through(names: Iterable[str], norm_start: float) -> dict[str, Fill]:
         "eh_proj.first": partial(_multiply, factor=STATE_FACTOR),
         "eh_proj.later": partial(_multiply, factor=STATE_FACTOR),
         "fc": _last_feature,
+        "markov_output": _zero,
     }
     found = {}
     for name in names:
@@ -116,6 +117,10 @@ def _pass_through(shard: Shard) -> None:
     shard.tensor.zero_()
     shard.tensor[local_rows, rows] = 1.0
     shard.tensor[local_rows, num_columns // 2 + rows] = STATE_FACTOR
+
+
+def _zero(shard: Shard) -> None:
+    shard.tensor.zero_()
 
 
 def _multiply(shard: Shard, factor: float) -> None:

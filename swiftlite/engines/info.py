@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import MTP
+from swiftlite.base.heads import MTP, kind_of
+from swiftlite.bridge.rows import HfConfig
+from swiftlite.families import Family
+from swiftlite.families.drafters import DRAFTERS, with_drafter
 from swiftlite.runtime.environment import has_bfloat16_instructions, sees_gpu
 
 if TYPE_CHECKING:
@@ -179,6 +182,21 @@ class EngineInfo:
     def runs(self, family: str) -> bool:
         """Return whether the engine runs the trunk of a family."""
         return not self.families or family in resolve_name(self.families)
+
+    def why_no_drafter(self, family: Family, hf_config: HfConfig, drafter: str) -> str:
+        """Return why the engine would not draft with a new drafter (`NEW` in `families/drafters.py`) for a model; empty
+        if it would.
+        """
+        declared = with_drafter(hf_config, drafter)
+        kind = DRAFTERS[kind_of(declared)]
+        if kind_of(declared) not in self.drafters:
+            return f"{self.label} does not support it"
+        if reason := kind.why_not(family, declared):
+            return reason
+        trunks = getattr(kind, f"{self.name}_trunks", (family.name,))
+        if family.name not in trunks:
+            return f"{self.label} supports it only for {', '.join(trunks)}"
+        return ""
 
     @property
     def kwargs_option(self) -> str:

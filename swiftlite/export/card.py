@@ -17,6 +17,7 @@ from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.engines.quantization import quantization_of, quantization_words
 from swiftlite.export.provenance import Provenance
+from swiftlite.families import dflash
 from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.write import draft_file_of
@@ -217,6 +218,8 @@ def _serving_from_folder(repository: str, heads: Heads) -> list[str]:
     needed = "vLLM has the draft class; swiftlite does not have to be installed."
     if drafter.needs_plugin:
         needed = "vLLM requires swiftlite in its environment, whose plugin contains the draft class."
+    elif heads.kind == dflash.DSPARK:
+        needed += " On a CPU it does: its plugin runs DSpark in vLLM's older model runner."
     return [
         "## Serving",
         "",

@@ -74,7 +74,7 @@ class Drafter:
         published: returns what config.json declares for a drafter that is published in such a directory, from the
             content of its files (OWN_CONFIG_KEY, OWN_GENERATION_KEY) and of the trunk's config.json; None for drafters
             that are not read from one.
-        vllm_trunks, sglang_trunks: families of trunks that the engine drafts for with it.
+        vllm_trunks, sglang_trunks, llamacpp_trunks: families of trunks that the engine drafts for with it.
         vllm_method: vLLM's name of the kind; empty: the same.
         needs_plugin: whether vLLM drafts with a class of swiftlite's plugin, and not without it.
         is_fitted: whether `--mtp_init fit_last_layer` can fit new layers (`train/head_fit.py`).
@@ -93,6 +93,7 @@ class Drafter:
     published: Callable[[HfConfig, HfConfig], dict[str, Any]] | None = None
     vllm_trunks: tuple[str, ...] = ()
     sglang_trunks: tuple[str, ...] = ()
+    llamacpp_trunks: tuple[str, ...] = ()
     vllm_method: str = ""
     needs_plugin: bool = False
     is_fitted: bool = False

@@ -35,7 +35,7 @@ DRAFTERS: dict[str, Drafter] = {
         is_fitted=True,
     ),
     eagle3.KIND: eagle3.EAGLE3,
-    dflash.KIND: dflash.DFLASH,
+    **dict.fromkeys(dflash.KINDS, dflash.DFLASH),
     mtp_features.KIND: mtp_features.FEATURE_HEAD,
     gemma4_assistant.KIND: gemma4_assistant.ASSISTANT,
 }
@@ -46,7 +46,7 @@ SERVED = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.own_confi
 NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "eagle3": partial(eagle3.declaration, is_normed=False),
     "eagle3.1": partial(eagle3.declaration, is_normed=True),
-    "dflash": dflash.declaration,
+    **{kind: partial(dflash.declaration, kind=kind) for kind in dflash.KINDS},
     gemma4_assistant.KIND: gemma4_assistant.declaration,
 }
 """The values of --drafter, each with a function that returns what config.json declares for it, without layers."""
@@ -63,6 +63,7 @@ def with_drafter(
     name: str | None,
     decoder_layers: int | None = None,
     features: Sequence[int] = (),
+    markov_rank: int | None = None,
     own: HfConfig | None = None,
 ) -> dict[str, Any]:
     """Return a config.json that declares a drafter of NEW, or an MTP head with features, without layers, so that a run
@@ -71,8 +72,9 @@ def with_drafter(
     Args:
         own: content of the files of a drafter that is published in a directory of its own (`own_settings`), which is
             declared with its layers; None without one.
-        decoder_layers: number of decoder layers of a DFlash drafter; None: that of config.json, or 1.
+        decoder_layers: number of decoder layers of a block drafter; None: that of config.json, or 1.
         features: numbers of the layers whose inputs an MTP head reads; numbers that a rule reports change nothing.
+        markov_rank: rank of the Markov head of a DSpark drafter; None: that of config.json, or the default.
     """
     sizes = (hf_config.get("num_hidden_layers"), hf_config.get("vocab_size"))
     if not all(isinstance(size, int) for size in sizes):  # which a rule reports
@@ -90,10 +92,10 @@ def with_drafter(
     declared = hf_config.get(DRAFTER_KEY)
     if not isinstance(declared, dict):
         declared = {}
-    if declared.get("kind") == new["kind"] == dflash.KIND:
+    if declared.get("kind") == new["kind"] and new["kind"] in dflash.KINDS:
         new |= {key: declared[key] for key in dflash.SETTINGS if key in declared}
-    if decoder_layers is not None:
-        new[dflash.LAYERS_KEY] = decoder_layers
+    given = {dflash.LAYERS_KEY: decoder_layers, dflash.MARKOV_KEY: markov_rank}
+    new |= {key: value for key, value in given.items() if value is not None}
     if {**declared, "layers": 0} == new:
         return dict(hf_config)
     return {**hf_config, DRAFTER_KEY: new}

@@ -45,6 +45,10 @@ SGLANG_TRUNKS = ("llama", "qwen2", "qwen3")
 """Families whose trunk returns the outputs of its decoder layers in SGLang, and that tests run there."""
 
 
+LLAMACPP_TRUNKS = ("llama", "mistral", "qwen3")
+"""Families whose graph in llama.cpp keeps the inputs of decoder layers (`families/serving/llamacpp.py`)."""
+
+
 def declaration(hf_config: HfConfig, *, is_normed: bool) -> dict[str, Any]:
     """Return what config.json declares for a new drafter, which has no layer yet.
 
@@ -171,4 +175,5 @@ EAGLE3 = Drafter(
     own_config=own_config,
     vllm_trunks=VLLM_TRUNKS,
     sglang_trunks=SGLANG_TRUNKS,
+    llamacpp_trunks=LLAMACPP_TRUNKS,
 )

@@ -126,9 +126,11 @@ def resolve_options(args: Any) -> dict[str, HfModel]:
         model = models["model"]
         config = as_reward_model(model.config)
         models["model"] = replace(model, config=config, family=get(config, model.directory))
-    if own or getattr(args, "drafter", None) or getattr(args, "mtp_features", None):
-        model = models["model"]
-        config = with_drafter(model.config, args.drafter, args.drafter_layers, args.mtp_features, own)
+    model = models.get("model")
+    if model is not None and own:
+        models["model"] = replace(model, config=with_drafter(model.config, None, own=own))
+    elif model is not None and (getattr(args, "drafter", None) or getattr(args, "mtp_features", None)):
+        config = with_drafter(model.config, args.drafter, args.drafter_layers, args.mtp_features, args.markov_rank)
         models["model"] = replace(model, config=config)
     if own:
         models["mtp_graft_from"] = replace(models["model"], name=grafted, directory=local_model(grafted))

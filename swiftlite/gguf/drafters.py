@@ -5,7 +5,7 @@ the trunk. Features are the inputs of the decoder layers in `target_layers`, as 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftlite.base.errors import UserError
@@ -20,6 +20,8 @@ from swiftlite.gguf.tensors import Conversion, Naming, layer_conversions
 
 HfConfig = Mapping[str, Any]
 _PREFIX = "mtp.layers.0."
+FROM_ANCHOR = "sample_from_anchor"
+"""Key of a DSpark drafter's file."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class DraftArchitecture:
     """An architecture of llama.cpp that drafts.
 
     Attributes:
-        name: value of general.architecture; `--spec-type` has the prefix `draft-`.
+        name: value of general.architecture.
+        method: value of `--spec-type` without the prefix `draft-`.
         layers: returns the start of the Megatron names of each decoder layer.
         layer_of: returns the description of a decoder layer.
         outside: GGUF names outside of decoder layers, by Megatron name.
@@ -36,6 +39,7 @@ class DraftArchitecture:
     """
 
     name: str
+    method: str
     layers: Callable[[HfConfig], list[str]]
     layer_of: Callable[[Architecture, HfConfig], Layer]
     outside: Mapping[str, str]
@@ -44,30 +48,38 @@ class DraftArchitecture:
 
 
 def _dflash_metadata(hf_config: HfConfig) -> Metadata:
-    heads = Heads.from_config(hf_config)
-    # llama.cpp's blocks contain the last known token.
-    return {"block_size": heads.drafts + 1, ".tokenizer.ggml.mask_token_id": dflash.mask_token(hf_config)}
+    heads, is_anchor_used = Heads.from_config(hf_config), dflash.samples_from_anchor(hf_config)
+    block: Metadata = {"block_size": heads.drafts + 1}  # with the last known token
+    if is_anchor_used:
+        block = {"block_size": heads.drafts, FROM_ANCHOR: True}
+    return {**block, ".tokenizer.ggml.mask_token_id": dflash.mask_token(hf_config)}
 
 
 def _eagle3_metadata(hf_config: HfConfig) -> Metadata:
     return {"target_hidden_size": hf_config["hidden_size"]}
 
 
+_BLOCK_DRAFTER = DraftArchitecture(
+    name="dflash",
+    method="dflash",
+    layers=lambda hf_config: [f"decoder_layer_{layer}." for layer in range(dflash.num_decoder_layers(hf_config))],
+    layer_of=dflash.layer_of,
+    outside={
+        "fc.weight": "fc.weight",
+        "hidden_norm.weight": "enc.output_norm.weight",
+        "final_layernorm.weight": "output_norm.weight",
+        "markov_embedding.weight": "markov_w1.weight",
+        "markov_output.weight": "markov_w2.weight",
+    },
+    naming=Naming(),
+    metadata=_dflash_metadata,
+)
 DRAFT_ARCHITECTURES = {
-    dflash.KIND: DraftArchitecture(
-        "dflash",
-        layers=lambda hf_config: [f"decoder_layer_{layer}." for layer in range(dflash.num_decoder_layers(hf_config))],
-        layer_of=dflash.layer_of,
-        outside={
-            "fc.weight": "fc.weight",
-            "hidden_norm.weight": "enc.output_norm.weight",
-            "final_layernorm.weight": "output_norm.weight",
-        },
-        naming=Naming(),
-        metadata=_dflash_metadata,
-    ),
+    dflash.KIND: _BLOCK_DRAFTER,
+    dflash.DSPARK: replace(_BLOCK_DRAFTER, method="dspark"),
     eagle3.KIND: DraftArchitecture(
-        "eagle3",
+        name="eagle3",
+        method="eagle3",
         layers=lambda hf_config: ["transformer_layer."],
         layer_of=eagle3.layer_of,
         outside={"fc.weight": "fc.weight", "final_layernorm.weight": "output_norm.weight"},

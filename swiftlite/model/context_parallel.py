@@ -146,6 +146,24 @@ def causal_segments(lengths: tuple[int, ...], rank: int, size: int, window: int 
     return tuple(Segment(end - start, first_in_window(first, start, window), end) for first, start, end in runs)
 
 
+def parts_of(segments: Sequence[Segment], runs: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+    """Return the segments of some of the queries, with their keys.
+
+    Args:
+        segments: segments of all queries, whose keys are prefixes of sequences.
+        runs: (start, end) of consecutive queries of this rank, ascending.
+    """
+    parts, first = [], 0
+    for segment in segments:
+        last = first + segment.num_queries
+        cut = ((max(start, first), min(end, last)) for start, end in runs)
+        parts += [
+            Segment(end - start, segment.key_start, segment.key_end - last + end) for start, end in cut if start < end
+        ]
+        first = last
+    return tuple(parts)
+
+
 def first_in_window(first: int, query: int, window: int | None) -> int:
     """Return the position of the first key that a query sees.
 

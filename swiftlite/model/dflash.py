@@ -1,7 +1,7 @@
-"""The module of a DFlash drafter (`families/dflash.py`).
+"""The module of DFlash and DSpark drafters (`families/dflash.py`).
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, F features, K queries of a
-block, R rotary channels.
+block, R rotary channels, V vocabulary, r rank of the Markov head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,8 @@ from swiftlite.model.attention.block_attention import Context, joined
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.layers.recompute import checkpoint
+from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
+from swiftlite.runtime.device import on_device
 
 
 class DFlashLayer(DrafterLayer):
@@ -36,6 +38,9 @@ class DFlashLayer(DrafterLayer):
         norm: class of the norms of the context and of the output.
         num_features: F.
         mask_token: the token in place of unknown tokens.
+        samples_from_anchor: whether the anchor's own state predicts the first draft.
+        vocab: V.
+        markov_rank: r; 0 without a Markov head.
         options: further arguments of megatron-core's MTP layer.
     """
 
@@ -50,6 +55,9 @@ class DFlashLayer(DrafterLayer):
         norm: type,
         num_features: int,
         mask_token: int,
+        samples_from_anchor: bool,
+        vocab: int,
+        markov_rank: int,
         **options: Any,
     ):
         config = copy(config)  # unlike `replace`, it does not derive other fields again
@@ -72,6 +80,26 @@ class DFlashLayer(DrafterLayer):
             built.self_attention.k_layernorm.weight.requires_grad_(False)  # see `families/dflash.py`
             setattr(self, f"decoder_layer_{number}", built)
         self.final_layernorm = norm(config, hidden, config.layernorm_epsilon)
+        self.samples_from_anchor = samples_from_anchor
+        self.markov_embedding = self.markov_output = None
+        if markov_rank:
+            self._add_markov_head(vocab, markov_rank)
+
+    def _add_markov_head(self, vocab: int, rank: int) -> None:
+        config, num_ranks = copy(self.config), self.tp_group.size()
+        self.markov_embedding = nn.Embedding(vocab, rank, dtype=config.params_dtype)  # whole on every rank, as `fc`
+        self.markov_embedding.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        config.sequence_parallel = False  # its inputs are whole rows (`GPTModel.whole_sequence`)
+        assert config.init_method is not None
+        self.markov_output = ColumnParallelLinear(
+            rank,
+            -(-vocab // num_ranks) * num_ranks,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.tp_group,
+        )
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -83,28 +111,51 @@ class DFlashLayer(DrafterLayer):
         """The decoder layers, in order."""
         return [getattr(self, f"decoder_layer_{number}") for number in range(self.num_decoder_layers)]
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether queries at some positions can be left out: sequence parallelism and FP8 require certain numbers."""
+        return not (self.config.sequence_parallel or self.config.fp8 or self.config.fp4)
+
     @classmethod
     def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
-        """Return the states [S, B, H] of all drafts of the only layer."""
+        """Return the states [S, B, H] of all drafts of the only layer. With a Markov head, the row of W1 for the token
+        before each draft follows: [S, B, H + r]."""
         (layer,) = layers
-        num_queries = len(inputs.tokens) + 1
+        num_drafts = len(inputs.tokens)
+        num_queries = num_drafts + (not layer.samples_from_anchor)
         num_parts = layer.tp_group.size() if layer.config.sequence_parallel else 1
+        drafted, runs = None, None
+        if inputs.drafted is not None and layer.can_leave_out:
+            drafted, runs = on_device(inputs.drafted, inputs.hidden_SBH.device), _runs(inputs.drafted)
+
+        def chosen(row: torch.Tensor) -> torch.Tensor:
+            return row if drafted is None else row.index_select(0, drafted)
+
         # The anchor is one position after s. Rotary embeddings are [2, S, ...].
-        rotary_embs = [inputs.rotary(1 + query).transpose(0, 1) for query in range(num_queries)]
+        rotary_embs = [chosen(inputs.rotary(1 + query).transpose(0, 1)) for query in range(num_queries)]
         forward = partial(
             layer,
+            num_queries=num_queries,
+            runs=runs,
             context_rotary=inputs.rotary(0),
             rotary=joined(rotary_embs, num_parts).transpose(0, 1),
             num_parts=num_parts,
             packed_seq_params=inputs.packed_seq_params,
             cache=inputs.cache,
         )
-        mask_SBH = inputs.embed_token(layer.mask_token)
-        queries_SBH = torch.cat([inputs.embed(0), *[mask_SBH] * len(inputs.tokens)])
+        mask_SBH = chosen(inputs.embed_token(layer.mask_token))
+        queries_SBH = torch.cat([chosen(inputs.embed(0)), *[mask_SBH] * (num_queries - 1)])
         if layer.config.recompute_granularity == "full" and layer.training:
             forward = partial(checkpoint, layer.config, layer.tp_group, forward)
-        # The rows of this rank are one after the other. The anchor's own state predicts nothing.
-        return list(forward(inputs.hidden_SBH, queries_SBH).chunk(num_queries))[1:]
+        # The rows of this rank are one after the other.
+        states_SBH = list(forward(inputs.hidden_SBH, queries_SBH).chunk(num_queries))[-num_drafts:]
+        if drafted is not None:
+            whole_SBH = torch.zeros_like(inputs.hidden_SBH[..., : states_SBH[0].size(-1)])
+            states_SBH = [whole_SBH.index_copy(0, drafted, part) for part in states_SBH]
+        if layer.markov_embedding is None:
+            return states_SBH
+        before_SBr = [layer.markov_embedding(inputs.ids(draft)) for draft in range(num_drafts)]
+        return [torch.cat(pair, dim=-1) for pair in zip(states_SBH, before_SBr, strict=True)]
 
     def forward(
         self,
@@ -113,6 +164,8 @@ class DFlashLayer(DrafterLayer):
         *,
         context_rotary: torch.Tensor,
         rotary: torch.Tensor,
+        num_queries: int,
+        runs: tuple[tuple[int, int], ...] | None,
         num_parts: int,
         packed_seq_params: PackedSeqParams | None,
         cache: Cache | None,
@@ -121,11 +174,11 @@ class DFlashLayer(DrafterLayer):
 
         Args:
             features_SBH: features, [S, B, F * H].
-            queries_SBH: embeddings of the anchor and of the mask token, [K * S, B, H].
+            queries_SBH: embeddings of the anchor and of the mask token, [K * S, B, H], or only at the positions of
+                `runs`.
             context_rotary, rotary: rotary embeddings of the context and of the queries, [2, ..., 1, 1, R].
-            num_parts, cache: as for `Context`.
+            num_queries, runs, num_parts, cache: as for `Context`.
         """
-        num_queries = len(queries_SBH) // len(features_SBH)
         context_SBH = self.hidden_norm(self.fc(features_SBH))
         for layer in self.decoder_layers:
             with get_fp8_context(self.config), get_fp4_context(self.config):
@@ -133,8 +186,16 @@ class DFlashLayer(DrafterLayer):
                 _, key_SBGD, value_SBGD = of_context
                 queries_SBH, _ = layer(
                     hidden_states=queries_SBH,
-                    attention_mask=Context(key_SBGD, value_SBGD, num_queries, num_parts, cache),
+                    attention_mask=Context(key_SBGD, value_SBGD, num_queries, num_parts, cache, runs),
                     rotary_pos_emb=rotary,
                     packed_seq_params=packed_seq_params,
                 )
         return self.final_layernorm(queries_SBH)
+
+
+def _runs(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return (start, end) of the runs of consecutive positions, ascending."""
+    (breaks,) = (positions.diff() != 1).nonzero(as_tuple=True)
+    starts = [0, *(breaks + 1).tolist()]
+    ends = [*starts[1:], len(positions)]
+    return tuple((int(positions[start]), int(positions[end - 1]) + 1) for start, end in zip(starts, ends, strict=True))

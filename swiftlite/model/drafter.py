@@ -48,22 +48,26 @@ class DraftInputs:
             (`StageStates.head_input`).
         embed: `embed(k, zeroes_first=False)` returns the embeddings [S, B, H] of the tokens k + 1 positions later (k
             from 0), which the draft number k can read; with `zeroes_first`, zeros at position 0 of a sequence.
+        ids: `ids(k)` returns the tokens [S, B] whose embeddings `embed(k)` returns.
         embed_token: returns the embedding of one token at every position, [S, B, H].
         rotary: `rotary(offset)` returns rotary embeddings of the positions s + offset (`GPTModel.rotary_emb`).
         packed_seq_params: the sequences of a packed row.
         tokens: for each draft, a description of the tokens for routers; None: routers do not count their load.
         cache: in decoding, the KV cache of the rows; None in training.
         drafting: which states the drafter reads.
+        drafted: as for `ModelInputs`. States at other positions are not used.
     """
 
     hidden_SBH: torch.Tensor
     embed: Callable[..., torch.Tensor]
+    ids: Callable[[int], torch.Tensor]
     embed_token: Callable[[int], torch.Tensor]
     rotary: Callable[[int], torch.Tensor]
     packed_seq_params: PackedSeqParams | None
     tokens: Sequence[RoutedTokens | None]
     cache: Cache | None
     drafting: Drafting
+    drafted: torch.Tensor | None
 
 
 class DrafterLayer(MegatronModule, ABC):
@@ -87,7 +91,8 @@ class DrafterLayer(MegatronModule, ABC):
     @classmethod
     @abstractmethod
     def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:
-        """Return the states [S, B, H] of all drafts, to which output layers are applied.
+        """Return the states [S, B, H] of all drafts, to which output layers are applied. With a Markov head
+        (`families/dflash.py`), they are [S, B, H + r].
 
         Args:
             layers: all layers of the drafter, which are instances of this class.

@@ -257,6 +257,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             inputs.packed_seq_params,
             mtp_tokens,
             placed=mtp_placed,
+            drafted=inputs.drafted,
         )
         return StageStates(states.trunk_SBH, heads_SBH=heads_SBH)
 
@@ -472,6 +473,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         tokens: Sequence[RoutedTokens | None] | None = None,
         cache: Cache | None = None,
         placed: Sequence[Placed | None] | None = None,
+        drafted: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Return the states [S, B, H] of each draft, which the layers of the drafter compute (`DrafterLayer`).
 
@@ -482,6 +484,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             tokens: description of the tokens for the routers of each depth; None: routers do not count their load.
             cache: cache of the rows in decoding.
             placed: outputs of the tower for placeholder tokens of each depth.
+            drafted: as for `ModelInputs`.
         """
         tokens = tokens or [None] * self.heads.drafts
         placed = placed or [None] * self.heads.drafts
@@ -489,12 +492,17 @@ class GPTModel(AddsGradients, McoreGPTModel):
         def embed(draft: int, *, zeroes_first: bool = False) -> torch.Tensor:
             return self._embed_for_head(mtp_input_ids[draft], position_ids, placed[draft], zeroes_first)
 
+        def ids(draft: int) -> torch.Tensor:
+            return self._on_this_sequence_rank(mtp_input_ids[draft].T)
+
         def embed_token(token: int) -> torch.Tensor:
             token_BS = torch.full_like(mtp_input_ids[0], token)
             return self._embed_for_head(token_BS, position_ids, placed=None, zeroes_first=False)
 
         layers: Any = self.mtp.layers
-        inputs = DraftInputs(hidden_SBH, embed, embed_token, rotary, packed_seq_params, tokens, cache, self.drafting)
+        inputs = DraftInputs(
+            hidden_SBH, embed, ids, embed_token, rotary, packed_seq_params, tokens, cache, self.drafting, drafted
+        )
         return type(layers[0]).draft(layers, inputs)
 
     def _embed_for_head(
@@ -578,10 +586,14 @@ class GPTModel(AddsGradients, McoreGPTModel):
         """Return logits [S, B, V] for this rank's part of the vocabulary, without divisor and cap.
 
         Args:
+            hidden_SBH: states of the trunk or of a drafter, also those with a Markov head (`DrafterLayer.draft`).
             own: output layer of a head; None for that of the trunk.
         """
         if own is not None:
             return own(hidden_SBH)[0]
+        width, markov = self.config.hidden_size, self._markov_output
+        if markov is not None and hidden_SBH.size(-1) > width:
+            return self.logits(hidden_SBH[..., :width]) + markov(hidden_SBH[..., width:])[0]
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -642,6 +654,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             self.pg_collection.tp,
             output.tokens_V,
             share_BS,
+            frozen_VH=output.frozen_VH,
             cap=output.cap,
             returns_gradient=self._returns_matrix_gradient,
         )
@@ -688,6 +701,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
             trunk_output = output
             if self.heads_have_output_layers:
                 trunk_output = self.trunk_output_matrix().detached(self.pg_collection.tp)
+            elif output.frozen_VH is not None:
+                trunk_output = self._drafted_output_matrix()
             states_NH, trunk_NH = self._at_temperature(states_NH), self._at_temperature(trunk_NH)
             losses.append(self._distillation(states_NH, trunk_NH, selected, output, trunk_output, share_BS))
         return losses
@@ -784,7 +799,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         return head.output_layer
 
     def head_output_matrix(self, depth: int) -> "OutputMatrix":
-        """Return the output layer of the head that drafts token number `depth` (from 0).
+        """Return the output layer of the head that drafts token number `depth` (from 0), with its Markov head.
 
         If there is a draft vocabulary, it has only the rows of the draft vocabulary.
         """
@@ -794,6 +809,24 @@ class GPTModel(AddsGradients, McoreGPTModel):
             return OutputMatrix(
                 lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1), weight, None, self._own_cap
             )
+        shared = self._drafted_output_matrix()
+        if self._markov_output is None:
+            return shared
+        weight_Vr: Any = self._markov_output.weight
+        if self.heads.draft_vocab:
+            weight_Vr = weight_Vr[self._drafted_rows]
+        return shared.with_columns(weight_Vr, self.pg_collection.tp)
+
+    @property
+    def _markov_output(self) -> ColumnParallelLinear | None:
+        """The output matrix of the drafter's Markov head; None without one."""
+        if not self.mtp_process:
+            return None
+        layers: Any = self.mtp.layers
+        return getattr(layers[0], "markov_output", None)
+
+    def _drafted_output_matrix(self) -> "OutputMatrix":
+        """Return the trunk's output layer, or its rows of the draft vocabulary."""
         whole = self.trunk_output_matrix()
         if self.detached_heads:
             whole = whole.detached(self.pg_collection.tp)
@@ -878,12 +911,14 @@ class OutputMatrix:
         weight_VH: the matrix.
         tokens_V: the token of each row; None if the rows are this rank's part of the whole vocabulary.
         cap: as for `capped`.
+        frozen_VH: columns of the matrix before those of `weight_VH`, which get no gradient; None without any.
     """
 
     product: Callable[[torch.Tensor], torch.Tensor]
     weight_VH: torch.Tensor
     tokens_V: torch.Tensor | None
     cap: float | None
+    frozen_VH: torch.Tensor | None = None
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of states [N, H]."""
@@ -901,6 +936,20 @@ class OutputMatrix:
             return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
 
         return replace(self, product=logits, weight_VH=weight_VH)
+
+    def with_columns(self, weight_Vr: torch.Tensor, group: Any) -> "OutputMatrix":
+        """Return the same layer, frozen, for states with r further numbers, and columns for them that are trained.
+
+        Args:
+            group: as for `detached`.
+        """
+        frozen, width = self.detached(group), self.weight_VH.size(1)
+
+        def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
+            added_Nr = copy_to_tensor_model_parallel_region(hidden_NH[:, width:], group)
+            return frozen.product(hidden_NH[:, :width]) + F.linear(added_Nr, weight_Vr)
+
+        return replace(self, product=logits, weight_VH=weight_Vr, frozen_VH=frozen.weight_VH)
 
 
 class _ZeroGradient(torch.autograd.Function):

@@ -354,6 +354,9 @@ def _dflash_layer(parts: DrafterParts) -> ModuleSpec:
             "norm": modules.norm,
             "num_features": len(parts.heads.features),
             "mask_token": dflash.mask_token(parts.hf_config),
+            "samples_from_anchor": dflash.samples_from_anchor(parts.hf_config),
+            "vocab": parts.hf_config["vocab_size"],
+            "markov_rank": dflash.markov_rank(parts.hf_config),
         },
     )
 
@@ -409,7 +412,7 @@ def _reading_layer(layer: Layer, modules: Modules) -> ModuleSpec:
 DRAFTERS: dict[str, Callable[[DrafterParts], ModuleSpec]] = {
     MTP: _mtp_layer,
     eagle3.KIND: _eagle3_layer,
-    dflash.KIND: _dflash_layer,
+    **dict.fromkeys(dflash.KINDS, _dflash_layer),
     MTP_FEATURES: _mtp_features_layer,
     gemma4_assistant.KIND: _assistant_layer,
 }

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, PlannedRun, RmArgs
+from swiftlite.args.commands import DoctorArgs, ExportArgs, PlannedRun, RmArgs, SftArgs
 from swiftlite.args.config import near
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
@@ -107,12 +107,18 @@ def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> 
     if not is_of_run:
         directory = _directory_of("model", args.model)
     hf_config = read_hf_config(config_directory(directory))
-    given = vars(args)
-    of_head = given.get("mtp_features") or ()
+    given = vars(args) if isinstance(args, SftArgs) else {}
     own = None
     if "mtp_graft_from" in names:
         own = own_settings_of(_directory_of("mtp_graft_from", names["mtp_graft_from"]))
-    hf_config = with_drafter(hf_config, given.get("drafter"), given.get("drafter_layers"), of_head, own)
+    hf_config = with_drafter(
+        hf_config,
+        given.get("drafter"),
+        given.get("drafter_layers"),
+        given.get("mtp_features") or (),
+        given.get("markov_rank"),
+        own,
+    )
     if isinstance(args, RmArgs):
         hf_config = as_reward_model(hf_config)
     return Facts(world_size, hf_config, directory, names, machine)

@@ -11,12 +11,14 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.base.lora import HeadsTuner, Lora
-from swiftlite.families import Family
+from swiftlite.families import Family, dflash
 from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.serving.index import DRAFT_FOR
 from swiftlite.methods.index import method_of
 from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
 
+WEIGHT_OF_NEXT = 0.6
+"""Weight of each draft's loss relative to the previous one, for an unrolled layer."""
 LR_OF_ADAPTERS = 1e-4
 """Peak learning rate of adapters."""
 LR_OF_NEW_HEADS = 1e-3
@@ -53,7 +55,8 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
         layers = checkpoint.layers
         if args.mtp_mode == "heads_only":
             layers = layers or 1
-    heads = Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
+    beta = args.mtp_unroll_beta or (dflash.WEIGHT_OF_NEXT if checkpoint.kind in dflash.KINDS else WEIGHT_OF_NEXT)
+    heads = Heads(layers, args.mtp_unroll, beta)
     if not layers:
         return heads
     heads = replace(heads, kind=checkpoint.kind, features=checkpoint.features)

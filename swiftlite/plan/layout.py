@@ -70,8 +70,8 @@ def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
     return _mtp_is_with("t", layout)
 
 
-def mtp_is_with_loss(layout: ParallelLayout) -> bool:
-    """Return whether the stage of the MTP layers also has the output layer."""
+def mtp_is_with_losses(layout: ParallelLayout) -> bool:
+    """Return whether the stage of the MTP layers computes the losses."""
     return _mtp_is_with("L", layout)
 
 
@@ -340,7 +340,7 @@ def _own_output_problems(
 ) -> Iterator[Problem]:
     if architecture is None or not mtp_num_layers or not architecture.outside.heads_have_output_layers:
         return
-    if not mtp_is_with_loss(layout):
+    if not mtp_is_with_losses(layout):
         problem = f"--pipeline_model_parallel_layout {layout.pipeline_model_parallel_layout}: each head of this model"
         yield f"{problem} has an output layer, whose loss is on the last stage", "put m on the stage of L"
 

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.duration import seconds_of
+from swiftlite.base.heads import MTP
+from swiftlite.engines.index import ENGINES
+from swiftlite.families import FAMILIES
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine_options, regenerate
 
@@ -54,6 +57,16 @@ def heads_can_be_trained(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
         yield problem, "use swiftlite megatron sft, or the model without the drafter"
 
 
+def drafter_fits_the_engine(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
+    family = FAMILIES.get(str(facts.hf_config.get("model_type")))
+    if args.drafter in (MTP, "auto") or family is None or args.infer_backend not in ENGINES:
+        return
+    if reason := ENGINES[args.infer_backend].why_no_drafter(family, facts.hf_config, args.drafter):
+        yield f"--drafter {args.drafter} is not possible for this model: {reason}", "use --drafter mtp"
+    elif facts.heads.layers and not facts.heads.features:
+        yield f"--drafter {args.drafter}: --model has MTP heads already", "use --drafter mtp, which trains them further"
+
+
 RULES = (
     common.hf_model_is_a_directory,
     common.output_dir_is_given,
@@ -62,6 +75,7 @@ RULES = (
     dataset_files_exist,
     share_has_a_dataset,
     heads_can_be_trained,
+    drafter_fits_the_engine,
     concurrency_can_be,
     regenerate.dataset_is_not_the_result,
     engine_options.engine_is_installed,

@@ -53,6 +53,7 @@ from swiftlite.runtime.progress import check_launcher
 from swiftlite.store.copies import Copies
 from swiftlite.train import phases
 from swiftlite.train.bad_steps import BadSteps
+from swiftlite.train.batches.anchors import with_anchors
 from swiftlite.train.batches.exchange import gather
 from swiftlite.train.batches.micro_batches import Batches, MicroBatches, SampleRows
 from swiftlite.train.batches.prefetch import Prefetched
@@ -443,10 +444,11 @@ def open_train_batches(run: phases.Run, state: CheckpointState) -> TrainBatches:
         return open_batches(run)
     if args.streaming:
         streamed = open_streamed_batches(run, state.stream)
-        return TrainBatches(streamed.train, streamed.state, lambda step: streamed.sources())
+        get = with_anchors(streamed.train, args.drafter_anchors, args.seed)
+        return TrainBatches(get, streamed.state, lambda step: streamed.sources())
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
     batches = TrainBatches(  # the rows depend only on the step
-        partial(run.batches.train, run.rows, sampler),
+        with_anchors(partial(run.batches.train, run.rows, sampler), args.drafter_anchors, args.seed),
         sources_of=lambda step: run.rows.sources(sampler.global_batch(step)),
     )
     if run.mesh.device.is_cuda:  # on a CPU, the thread would compete with the step

@@ -55,6 +55,7 @@ SLOW = (
     "eagle3.1 packed",
     "features packed",
     "dflash packed",
+    "dspark packed",
     "latent lite, biases updated",
     "kto",
     "heads_only",

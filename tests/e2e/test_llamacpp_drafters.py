@@ -1,9 +1,10 @@
-"""Test that llama.cpp drafts with EAGLE-3 and DFlash drafters: tokens and draft counts of each request equal those of
-an independent reference."""
+"""Test that llama.cpp drafts with EAGLE-3, DFlash and DSpark drafters: tokens and draft counts of each request equal
+those of an independent reference."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,8 @@ from tests.tiers import some_of
 pytestmark = [pytest.mark.engine, needs_llamacpp]
 
 
-def write_dflash(directory: Path, family: str) -> tuple[DrafterReference, list[list[int]]]:
-    prompts = test_dflash.write_drafted(directory, family, 2)
+def write_dflash(directory: Path, family: str, rank: int = 0) -> tuple[DrafterReference, list[list[int]]]:
+    prompts = test_dflash.write_drafted(directory, family, 2, rank)
     # llama.cpp never drafts more tokens than a block has.
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"mtp_unroll": 3}))
@@ -39,11 +40,13 @@ def write_eagle3(directory: Path, family: str) -> tuple[DrafterReference, list[l
 
 WRITERS: dict[str, Callable[[Path, str], tuple[DrafterReference, list[list[int]]]]] = {
     "dflash": write_dflash,
+    "dspark": partial(write_dflash, rank=test_dflash.RANK),
     "eagle3": write_eagle3,
 }
 # A tiny EAGLE-3.0 drafter of llama does not learn three drafts.
-CASES = [("dflash", family, 3) for family in TRUNKS] + [("eagle3", family, 3) for family in TRUNKS if family != "llama"]
-CASES += [("dflash", "llama", 1), ("eagle3", "qwen3", 1)]
+CASES = [(kind, family, 3) for kind in ("dflash", "dspark") for family in TRUNKS]
+CASES += [("eagle3", family, 3) for family in TRUNKS if family != "llama"]
+CASES += [("dflash", "llama", 1), ("dspark", "qwen3", 1), ("eagle3", "qwen3", 1)]
 
 
 @dataclass
@@ -72,7 +75,8 @@ def expected_of(reference: DrafterReference, prompt: list[int], row: list[int], 
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "num_tokens"), some_of(CASES, ("dflash", "qwen3", 3), ("eagle3", "mistral", 3))
+    ("kind", "family", "num_tokens"),
+    some_of(CASES, ("dflash", "qwen3", 3), ("dspark", "llama", 3), ("eagle3", "mistral", 3)),
 )
 def test_requests_equal_the_reference(kind, family, num_tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))

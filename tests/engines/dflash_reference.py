@@ -1,4 +1,4 @@
-"""Define DFlash in plain torch, with one mask over all blocks of a row, for the same comparisons as
+"""Define DFlash and DSpark in plain torch, with one mask over all blocks of a row, for the same comparisons as
 `tests/engines/reference.py`.
 
 It shares only the names of tensors in published files with swiftlite.
@@ -21,14 +21,16 @@ MASK = 127
 """The mask token: the last one of tiny models."""
 
 
-def declared(features: list[int], layers: int = 1) -> dict[str, Any]:
-    """Return what config.json declares for a drafter."""
+def declared(features: list[int], layers: int = 1, rank: int = 0) -> dict[str, Any]:
+    """Return what config.json declares for a drafter; it is DSpark with a rank of the Markov head."""
     drafter = {"kind": "dflash", "layers": 1, "feature_layers": features}
+    if rank:
+        drafter |= {"kind": "dspark", "markov_rank": rank}
     return {**drafter, "decoder_layers": layers, "mask_token_id": MASK}
 
 
 def random_tensors(
-    config: dict[str, Any], num_features: int, layers: int = 1, std: float = 0.2
+    config: dict[str, Any], num_features: int, layers: int = 1, rank: int = 0, std: float = 0.2
 ) -> dict[str, torch.Tensor]:
     """Return a random drafter for a trunk with this config.json. Norms of keys are 1, as in trained drafters."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
@@ -46,13 +48,15 @@ def random_tensors(
         own |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
         own |= {"mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+    if rank:
+        shapes |= {f"markov_head.markov_w{number}": (config["vocab_size"], rank) for number in (1, 2)}
     tensors = {f"{name}.weight": (len(shape) == 1) + torch.randn(shape) * std for name, shape in shapes.items()}
     ones = {name: torch.ones(size) for name in tensors if name.endswith("k_norm.weight")}
     return tensors | ones
 
 
 class DFlashReference(DrafterReference):
-    """A trunk of transformers with a DFlash drafter.
+    """A trunk of transformers with a DFlash drafter, or a DSpark drafter if there are tensors of a Markov head.
 
     Args:
         tensors: tensors of the drafter, with the names in files.
@@ -62,11 +66,12 @@ class DFlashReference(DrafterReference):
     def __init__(self, trunk: Any, family: str, tensors: dict[str, torch.Tensor], features: list[int]):
         super().__init__(trunk, family, tensors, features)
         self.num_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+        self.has_markov_head = "markov_head.markov_w1.weight" in tensors
 
     @classmethod
-    def of(cls, trunk: Any, family: str, features: list[int], layers: int) -> "DFlashReference":
+    def of(cls, trunk: Any, family: str, features: list[int], layers: int, rank: int = 0) -> "DFlashReference":
         """Return a trunk with a random drafter."""
-        return cls(trunk, family, random_tensors(trunk.config.to_dict(), len(features), layers), features)
+        return cls(trunk, family, random_tensors(trunk.config.to_dict(), len(features), layers, rank), features)
 
     @classmethod
     def load(cls, directory: Path, family: str, depth: int = 1) -> "DFlashReference":
@@ -93,8 +98,9 @@ class DFlashReference(DrafterReference):
         """
         batch, length = anchor_BS.shape
         mask_BS = torch.full_like(anchor_BS, MASK)
-        states = embedded(self.trunk, torch.stack((anchor_BS, *[mask_BS] * num_drafts), dim=-1).flatten(1))
-        start, query = (each.flatten() for each in torch.meshgrid(torch.arange(length), torch.arange(num_drafts + 1)))
+        num_masks = num_drafts - self.has_markov_head
+        states = embedded(self.trunk, torch.stack((anchor_BS, *[mask_BS] * num_masks), dim=-1).flatten(1))
+        start, query = (each.flatten() for each in torch.meshgrid(torch.arange(length), torch.arange(num_masks + 1)))
         sees_context = torch.arange(length) <= start[:, None]
         allowed = torch.cat((sees_context, start == start[:, None]), dim=1)
         rotary = [
@@ -103,7 +109,14 @@ class DFlashReference(DrafterReference):
         ]
         for layer in range(self.num_layers):
             states = self._layer(f"layers.{layer}", states, context_BSH, rotary, allowed)
-        return self._normed(states, "norm").view(batch, length, num_drafts + 1, -1)[:, :, 1:]
+        return self._normed(states, "norm").view(batch, length, num_masks + 1, -1)[:, :, -num_drafts:]
+
+    def logits_after(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the logits of drafts from their states and from the tokens before them."""
+        logits = logits_of(self.trunk, states)
+        if not self.has_markov_head:
+            return logits
+        return logits + self._mapped(self.own["markov_head/markov_w1/weight"][before], "markov_head.markov_w2")
 
     def _layer(
         self, name: str, states: torch.Tensor, context: torch.Tensor, rotary: list[Any], allowed: torch.Tensor
@@ -138,7 +151,8 @@ class DFlashReference(DrafterReference):
         pairs = []
         for draft in range(num_drafts):
             known = rows_BS.shape[1] - draft - 2
-            pairs.append((logits_of(self.trunk, states[:, :known, draft]), rows_BS[:, draft + 2 :]))
+            logits = self.logits_after(states[:, :known, draft], rows_BS[:, draft + 1 : -1])
+            pairs.append((logits, rows_BS[:, draft + 2 :]))
         return pairs
 
     @torch.no_grad()
@@ -148,24 +162,31 @@ class DFlashReference(DrafterReference):
         longest = max(lengths)
         anchors = torch.tensor([row[1:longest]])
         states = self.block_states(trunk_states_BSH[:, : longest - 1], anchors, num_tokens)
-        logits = logits_of(self.trunk, states[0, torch.tensor(lengths) - 2])
-        if self.draft_vocab:
-            drafted = torch.tensor(self.draft_vocab)
-            logits = torch.full_like(logits, -torch.inf).index_copy(-1, drafted, logits[..., drafted])
-        return logits
+        states, before = states[0, torch.tensor(lengths) - 2], torch.tensor([row[length - 1] for length in lengths])
+        found = []
+        for draft in range(num_tokens):
+            logits = self.logits_after(states[:, draft], before)
+            if self.draft_vocab:
+                drafted = torch.tensor(self.draft_vocab)
+                logits = torch.full_like(logits, -torch.inf).index_copy(-1, drafted, logits[..., drafted])
+            before = logits.argmax(-1)
+            found.append(logits)
+        return torch.stack(found, dim=1)
 
 
-def declare(directory: Path, features: list[int], layers: int = 1) -> Path:
+def declare(directory: Path, features: list[int], layers: int = 1, rank: int = 0) -> Path:
     """Let config.json declare the drafter; return the directory."""
     config = json.loads((directory / "config.json").read_text())
     config.pop("num_nextn_predict_layers", None)
-    (directory / "config.json").write_text(json.dumps({**config, "drafter": declared(features, layers)}, indent=2))
+    (directory / "config.json").write_text(
+        json.dumps({**config, "drafter": declared(features, layers, rank)}, indent=2)
+    )
     return directory
 
 
-def add_drafter(directory: Path, features: list[int], layers: int = 1) -> Path:
+def add_drafter(directory: Path, features: list[int], layers: int = 1, rank: int = 0) -> Path:
     """Add a random drafter to a model without heads; return the directory."""
     config = json.loads((directory / "config.json").read_text())
-    tensors = load_file(directory / "model.safetensors") | random_tensors(config, len(features), layers)
+    tensors = load_file(directory / "model.safetensors") | random_tensors(config, len(features), layers, rank)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return declare(directory, features, layers)
+    return declare(directory, features, layers, rank)

@@ -64,6 +64,8 @@ BLOCK = {"kind": "dflash", "layers": 1, "feature_layers": [1], "decoder_layers":
         ("drafter", {**BLOCK, "decoder_layers": 0}, "drafter decoder_layers 1 16"),
         ("drafter", {**BLOCK, "mask_token_id": -1}, "drafter mask_token_id"),
         ("drafter", {**BLOCK, "layers": 2}, "drafter layers 0 1"),
+        ("drafter", {**BLOCK, "markov_rank": 8}, "drafter markov_rank dspark"),
+        ("drafter", {**BLOCK, "kind": "dspark", "markov_rank": 0}, "drafter markov_rank 1 1024"),
     ],
 )
 def test_what_no_model_has_is_one_line(key, value, problem):

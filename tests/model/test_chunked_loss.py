@@ -83,6 +83,36 @@ def test_losses_and_gradients_are_those_from_all_logits(kind, heads, tied, cap, 
     torch.testing.assert_close(in_chunks[0][0][0].entropy_BS, whole[0].entropy_BS, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("are_known", [False, True])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_columns_without_gradient(is_trained, are_known, mesh, monkeypatch):
+    """Frozen columns of the output matrix: the same loss and gradients as with one matrix, except for theirs."""
+    monkeypatch.setattr(chunked_loss, "CHUNK", 4)
+    states_NH, weight_VH = torch.randn(10, 12), torch.randn(32, 12)
+    label_BS, share_BS = torch.randint(0, 32, (2, 5)), torch.rand(2, 5)
+    selected, group = loss.select(label_BS, states_NH.device), mesh.groups.tp
+    results = []
+    for width in (0, 8):
+        states, trained = states_NH.clone().requires_grad_(), weight_VH[:, width:].clone().requires_grad_(is_trained)
+        found = chunked_loss.chunked_loss(
+            states,
+            trained,
+            LabelTarget(selected.label_N),
+            selected,
+            group,
+            share_BS=share_BS if are_known else None,
+            frozen_VH=weight_VH[:, :width] if width else None,
+        )
+        total = (found.loss_BS * share_BS).sum() if found.total is None else found.total
+        total.backward()
+        results.append((found.loss_BS, states.grad, trained.grad))
+    (loss_BS, of_states, of_matrix), (ours_BS, our_states, our_matrix) = results
+    torch.testing.assert_close(ours_BS, loss_BS)
+    torch.testing.assert_close(our_states, of_states)
+    if is_trained:
+        torch.testing.assert_close(our_matrix, of_matrix[:, 8:])
+
+
 @pytest.mark.parametrize("kind", ["ce", "lk_hybrid"])  # of the distances the one with the most tensors
 def test_memory_is_that_of_one_chunk(kind, mesh):
     """The positions, 16,384, are split into four chunks.

@@ -1,4 +1,4 @@
-"""Test DFlash drafters against an implementation in plain torch (`tests/engines/dflash_reference.py`)."""
+"""Test DFlash and DSpark drafters against an implementation in plain torch (`tests/engines/dflash_reference.py`)."""
 
 import json
 from dataclasses import replace
@@ -20,15 +20,15 @@ from swiftlite.model.open import open_model
 from tests.engines.dflash_reference import DFlashReference, add_drafter, declare
 from tests.messages import naming
 from tests.model.test_eagle3 import IDS, STEPS, check_packed_row, check_recomputation, logits_of, sum_of
-from tests.tiny import logits_of as output_of
 from tests.tiny import make_tiny_hf, make_tiny_vision_hf
 
 DRAFTS = STEPS
 FEATURES = [1, 2, 3]
+RANK = 8
 
 
-def make(directory: Path, family: str = "llama", layers: int = 2) -> Path:
-    return add_drafter(make_tiny_hf(directory, family, num_hidden_layers=4), FEATURES, layers)
+def make(directory: Path, family: str = "llama", layers: int = 2, rank: int = 0) -> Path:
+    return add_drafter(make_tiny_hf(directory, family, num_hidden_layers=4), FEATURES, layers, rank)
 
 
 def load(directory: Path, mesh, **options) -> GPTModel:
@@ -43,12 +43,16 @@ def expected_logits(reference: DFlashReference) -> list[torch.Tensor]:
     ids = torch.tensor([IDS])
     context, _ = reference.trunk_states(ids)
     states = reference.block_states(context[:, :-1], ids[:, 1:], DRAFTS)[0]
-    return [output_of(reference.trunk, states[: len(IDS) - 1 - draft, draft]) for draft in range(DRAFTS)]
+    known = [len(IDS) - 1 - draft for draft in range(DRAFTS)]
+    return [reference.logits_after(states[:end, draft], ids[0, draft + 1 :]) for draft, end in enumerate(known)]
 
 
-@pytest.mark.parametrize(("family", "layers"), [("llama", 2), ("qwen3_moe", 1)])
-def test_all_drafts_and_their_gradients(family, layers, tmp_path, mesh):
-    directory = make(tmp_path, family, layers)
+CASES = [("llama", 2, 0), ("qwen3_moe", 1, 0), ("llama", 2, RANK), ("qwen3", 1, RANK)]
+
+
+@pytest.mark.parametrize(("family", "layers", "rank"), CASES)
+def test_all_drafts_and_their_gradients(family, layers, rank, tmp_path, mesh):
+    directory = make(tmp_path, family, layers, rank)
     model, reference = load(directory, mesh), DFlashReference.load(directory, family)
     reference.trunk.requires_grad_(False)
     expected, found = expected_logits(reference), logits_of(model.train())
@@ -104,12 +108,14 @@ def test_another_layer_is_noticed(tmp_path, mesh):
     assert all(float((one - other).abs().max()) > 0.1 for one, other in zip(before, after, strict=True))
 
 
-def test_a_packed_row_is_its_sequences(tmp_path, mesh):
-    check_packed_row(load(make(tmp_path), mesh))
+@pytest.mark.parametrize("rank", [0, RANK])
+def test_a_packed_row_is_its_sequences(rank, tmp_path, mesh):
+    check_packed_row(load(make(tmp_path, rank=rank), mesh))
 
 
-def test_recomputation_changes_no_bit(tmp_path, mesh):
-    check_recomputation(partial(load, make(tmp_path), mesh))
+@pytest.mark.parametrize("rank", [0, RANK])
+def test_recomputation_changes_no_bit(rank, tmp_path, mesh):
+    check_recomputation(partial(load, make(tmp_path, rank=rank), mesh))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -35,6 +35,9 @@ NEW_TOKENS = 11
 # (family, layers of heads, drafts)
 WAYS = {"dense": ("qwen3", 2, 2), "before norm": ("mimo", 2, 2), "latent": ("deepseek_v3", 2, 2)}
 WAYS |= {"unrolled": ("glm4_moe", 1, 3), "eagle3": ("llama", 1, 3), "dflash": ("llama", 1, 3)}
+WAYS["dspark"] = ("llama", 1, 3)
+RANKS = {"dflash": 0, "dspark": 8}
+"""Ranks of the Markov heads of block drafters."""
 WAYS["features"] = ("llama", 1, 3)
 FEATURES = [1, 2, 3]
 NAMES = {
@@ -44,6 +47,7 @@ NAMES = {
     "unrolled": ("TP2+SP", "EP2", "PP2", "PP2 MTP apart", "CP2"),
     "eagle3": ("TP2+SP", "PP2", "PP2 MTP apart", "CP2"),
     "dflash": ("TP2+SP", "PP2 MTP apart", "CP2"),
+    "dspark": ("TP2+SP", "PP2", "CP2"),
     "features": ("TP2+SP", "PP2", "PP2 MTP apart", "CP2"),
 }
 LAYOUTS = {name: case.options for name, case in CASES.items()} | {"TP2+SP": TP2_SP}
@@ -54,7 +58,7 @@ def expected_counts(directory: Path, way: str, prompts: list[list[int]]) -> Draf
     family, depth, num_drafts = WAYS[way]
     if way == "eagle3":
         reference: Reference = Eagle3Reference.load(directory, family)
-    elif way == "dflash":
+    elif way in RANKS:
         reference = DFlashReference.load(directory, family)
     elif way == "features":
         reference = FeatureReference.load(directory, family)
@@ -129,8 +133,8 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
             def draft_as(reference: Reference) -> Reference:
                 if way == "eagle3":
                     return Eagle3Reference.of(reference.trunk, family, FEATURES, "3.1")
-                if way == "dflash":
-                    return DFlashReference.of(reference.trunk, family, FEATURES, layers=2)
+                if way in RANKS:
+                    return DFlashReference.of(reference.trunk, family, FEATURES, layers=2, rank=RANKS[way])
                 if way == "features":
                     return FeatureReference.of(reference.trunk, family, FEATURES)
                 return follow(reference, FAMILIES[family].mtp.drafting)
@@ -138,8 +142,8 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
             prompts = write_trained(directory, family, depth, False, num_drafts, draft_as, **SIZES)
             if way == "eagle3":
                 eagle3_reference.declare(directory, "3.1", FEATURES)
-            elif way == "dflash":
-                dflash_reference.declare(directory, FEATURES, layers=2)
+            elif way in RANKS:
+                dflash_reference.declare(directory, FEATURES, layers=2, rank=RANKS[way])
             elif way == "features":
                 feature_reference.declare(directory, FEATURES)
             (directory / "prompts.json").write_text(json.dumps(prompts))

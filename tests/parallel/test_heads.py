@@ -49,6 +49,11 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dflash, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
     "assistant": ("gemma4_text", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "assistant, packed": ("gemma4_text", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
+    "dspark": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
+    "dspark, packed": (
+        *("qwen3", 0),
+        UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "ce", "drafter_anchors": 0.6},
+    ),
 }
 CHOSEN = {
     "unroll": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
@@ -69,6 +74,8 @@ CHOSEN = {
     "dflash, packed": ("TP2+SP", "CP2"),
     "assistant": ("TP2", "TP2+SP", "PP2", "CP2", "DP2"),
     "assistant, packed": ("TP2+SP", "CP2"),
+    "dspark": ("TP2", "TP2+SP", "PP2", "CP2", "DP2"),
+    "dspark, packed": ("TP2+SP", "CP2", "DP2"),
 }
 LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "PP2 MTP apart")} | {"TP2+SP": TP2_SP}
 
@@ -82,6 +89,8 @@ def add_drafter(directory: Path, way: str) -> None:
         dflash_reference.add_drafter(directory, [1, 3], layers=2)
     elif way.startswith("assistant"):
         gemma4_assistant_reference.add_assistant(directory)
+    elif way.startswith("dspark"):
+        dflash_reference.add_drafter(directory, [1, 3], layers=2, rank=8)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +158,12 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         ("assistant", "CP2"),
         ("assistant", "DP2"),
         ("assistant, packed", "TP2+SP"),
+        ("dspark", "TP2"),
+        ("dspark", "DP2"),
+        ("dspark", "CP2"),
+        ("dspark", "PP2"),
+        ("dspark, packed", "TP2+SP"),
+        ("dspark, packed", "DP2"),
     ),
 )
 def test_a_layout_changes_nothing(computed, way, name):
@@ -163,7 +178,7 @@ def test_every_depth_is_measured(computed, way):
     _, results = computed
     for step in results[way, "alone"].metrics:
         depths = {name for name in step if name.startswith("mtp_")}
-        count = 3 if way.startswith(("unroll", "eagle3", "features", "dflash", "assistant")) else 2
+        count = 3 if way.startswith(("unroll", "eagle3", "features", "dflash", "dspark", "assistant")) else 2
         assert depths == {f"mtp_{k}_{what}" for k in range(1, count + 1) for what in ("loss", "acceptance")}
         assert all(step[f"mtp_{k}_loss"] > 0.1 for k in range(1, count + 1))
 

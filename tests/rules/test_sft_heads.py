@@ -155,7 +155,17 @@ DRAFTER = {"drafter": "eagle3.1", "mtp_mode": "heads_only"}
     ("change", "problem", "hint"),
     [
         ({"mtp_mode": "joint"}, "--drafter eagle3.1 --mtp_mode heads_only", "--mtp_mode heads_only"),
-        ({"drafter_layers": 2}, "--drafter_layers 2 --drafter dflash", "--drafter dflash"),
+        ({"drafter_layers": 2}, "--drafter_layers 2 --drafter dflash dspark", "--drafter dflash"),
+        ({"markov_rank": 8}, "--markov_rank 8 --drafter dspark", "--drafter dspark"),
+        (
+            {
+                "drafter": "dspark",
+                "pipeline_model_parallel_size": 3,
+                "pipeline_model_parallel_layout": "Ett|tm|L",
+            },
+            "--pipeline_model_parallel_layout Ett|tm|L DSpark",
+            "m L",
+        ),
         ({"mtp_mode": "joint", "mtp_num_layers": 0}, "--drafter eagle3.1 --mtp_mode heads_only", "heads_only"),
         ({"mtp_num_layers": 2}, "--drafter eagle3.1 2", "--mtp_num_layers 1 --mtp_unroll"),
         ({"mtp_num_layers": 2, "mtp_unroll": 3}, "--drafter eagle3.1 2", "--mtp_num_layers 1 --mtp_unroll"),

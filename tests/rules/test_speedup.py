@@ -24,7 +24,17 @@ def problems_of(args: SpeedupArgs) -> list[Any]:
     return problems
 
 
-@pytest.mark.parametrize("change", [{}, {"model": "mtp2"}, {"budget": "5m"}, {"dataset": ["train.jsonl#2"]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"model": "mtp2"},
+        {"budget": "5m"},
+        {"dataset": ["train.jsonl#2"]},
+        {"drafter": "dspark"},
+        {"drafter": "auto"},
+    ],
+)
 def test_good_options_pass(here, change):
     assert problems_of(dataclasses.replace(GOOD, **change)) == []
 
@@ -45,6 +55,9 @@ def test_good_options_pass(here, change):
         ({"concurrency": [4, 4]}, "--concurrency 4,4", "1,8"),
         ({"concurrency": []}, "--concurrency", "1,8"),
         ({"concurrency": [1, 17]}, "--concurrency 1,17 16", "--concurrency 1,16"),
+        ({"drafter": "dspark", "infer_backend": "sglang"}, "--drafter dspark SGLang", "--drafter mtp"),
+        ({"drafter": "dspark", "model": "mtp2"}, "--drafter dspark --model", "--drafter mtp"),
+        ({"drafter": "dspark", "model": "block"}, "--model dflash", "sft"),
     ],
 )
 def test_bad_options_are_named(here, change, problem, hint):

@@ -56,6 +56,7 @@ WAYS = {
     "qwen3_next": (make("qwen3_next"), {"padding_free": True, "draft_vocab": 40}),
     "features": (make("llama"), {"mtp_features": [1], "mtp_unroll": 2, "draft_vocab": 40}),
     "eagle3": (make("llama"), {"drafter": "eagle3.1", "mtp_unroll": 2, "draft_vocab": 40}),
+    "dspark": (make("llama"), {"drafter": "dspark", "mtp_unroll": 2, "draft_vocab": 40}),
 }
 
 

@@ -13,8 +13,11 @@ from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.loading.load_report import LoadReport, other_version
 from swiftlite.engines.served_model import fed_otherwise
+from swiftlite.families import dflash
 from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.drafters import DRAFT_ARCHITECTURES, FROM_ANCHOR
 from swiftlite.gguf.examine import Examined, examine
+from swiftlite.gguf.read import keys_of
 from swiftlite.gguf.write import draft_file_of
 
 
@@ -28,9 +31,16 @@ def dry_load(config: EngineConfig) -> LoadReport:
         return LoadReport(_engine(), None, None, model.heads.layers, 0, problems=[error.problem])
 
 
+def _method_of(draft_file: Path) -> str:
+    """Return the value of `--spec-type`, without the prefix `draft-`, for a drafter's file."""
+    if any(key.endswith(f".{FROM_ANCHOR}") for key in keys_of(draft_file)):
+        return DRAFT_ARCHITECTURES[dflash.DSPARK].method
+    return examine(draft_file).architecture
+
+
 def _of_two_files(file: Path, draft_file: Path) -> LoadReport:
     """Return the load report for a trunk and a drafter in a file of its own."""
-    target, draft = examine(file).architecture, examine(draft_file).architecture
+    target, draft = examine(file).architecture, _method_of(draft_file)
     words, problems = program(), []
     if words is not None:
         try:

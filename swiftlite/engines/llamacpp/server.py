@@ -116,9 +116,9 @@ def server_options(
     metadata_of(model.family, model.config, model.heads.layers, kind)  # checks that llama.cpp supports the model
     if numbers.heads:
         require_heads(model, KINDS)
-        if kind == dflash.KIND and numbers.heads > model.heads.drafts:
+        if kind in dflash.KINDS and numbers.heads > model.heads.drafts:
             raise UserError(
-                f"--num_speculative_tokens {numbers.heads}: llama.cpp drafts at most the block of this DFlash drafter, "
+                f"--num_speculative_tokens {numbers.heads}: llama.cpp drafts at most the block of this drafter, "
                 f"{model.heads.drafts} tokens",
                 f"use {model.heads.drafts} or less, or train with --mtp_unroll {numbers.heads}",
             )
@@ -137,7 +137,7 @@ def server_options(
         options |= {"spec_type": "ngram-simple", "spec_ngram_simple_size_n": min(MATCH, numbers.text)}
         options |= {"spec_ngram_simple_size_m": numbers.text}
     if numbers.heads:
-        name = "mtp" if kind == MTP else draft_architecture_of(model.family, model.config).name
+        name = "mtp" if kind == MTP else draft_architecture_of(model.family, model.config).method
         kinds = f"ngram-simple,draft-{name}" if numbers.text else f"draft-{name}"
         options |= {"spec_type": kinds, "spec_draft_n_max": numbers.heads}
         if torch_dtype == "float32":

@@ -1,6 +1,7 @@
-"""Implement a DFlash drafter (`families/dflash.py`) in plain torch on top of a transformers trunk.
+"""Implement DFlash and DSpark drafters (`families/dflash.py`) in plain torch on top of a transformers trunk.
 
-Shapes: B batch (always 1), S positions, H hidden size, F features, N heads, G key-value heads, D head size.
+Shapes: B batch (always 1), S positions, H hidden size, F features, N heads, G key-value heads, D head size, V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,19 @@ _SETTINGS = (
 )
 
 
+class MarkovHead(nn.Module):
+    """Adds a number to the logit of each token that depends on the token before it."""
+
+    def __init__(self, vocab: int, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+
+    def forward(self, before: torch.Tensor) -> torch.Tensor:
+        """Return the numbers [B, V] for the tokens before, [B]."""
+        return self.markov_w2(self.markov_w1(before))
+
+
 class DFlashDrafter(nn.Module):
     """The drafter. Modules have the names of its files.
 
@@ -39,6 +53,9 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers: Any = nn.ModuleList(Qwen3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = None
+        if rank := own_config.get("markov_rank"):
+            self.markov_head = MarkovHead(own_config["vocab_size"], rank)
 
     def fused(self, features_BSH: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the context [B, S, H] from F features."""
@@ -94,7 +111,7 @@ def _heads(
 
 
 class DFlashCandidateGenerator(MtpCandidateGenerator):
-    """Draft with a DFlash drafter. Arguments are those of `MtpCandidateGenerator`."""
+    """Draft with a DFlash or DSpark drafter. Arguments are those of `MtpCandidateGenerator`."""
 
     @torch.no_grad()
     def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -117,18 +134,23 @@ class DFlashCandidateGenerator(MtpCandidateGenerator):
         anchor, begin = input_ids.shape[1] - 1, cache.get_seq_length()
         context = model_outputs.hidden_states[-1][:, : anchor - begin]
         drafter.remember(context, cache, self._rotary(context, begin))
-        masks = input_ids.new_full((1, self._num_tokens), drafter.mask_token)
+        num_masks = self._num_tokens - (drafter.markov_head is not None)  # DSpark also drafts from the anchor's state
+        masks = input_ids.new_full((1, num_masks), drafter.mask_token)
         embedding = self._decoder.get_input_embeddings()(torch.cat((input_ids[:, -1:], masks), dim=1))
-        states = drafter(embedding, cache, self._rotary(embedding, anchor))
+        states = drafter(embedding, cache, self._rotary(embedding, anchor))[:, -self._num_tokens :]
         ids = input_ids
         drawn_from: list[torch.Tensor] = []
-        for draft in range(1, self._num_tokens + 1):
+        for draft in range(self._num_tokens):
             ids, is_sure = self._append_draft(drafter, ids, states[:, draft : draft + 1], drawn_from)
             if not is_sure:
                 break
         if not drawn_from:
             return ids, None
         return ids, torch.stack(drawn_from, dim=1)
+
+    def _logits(self, head: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super()._logits(head, ids, hidden)
+        return logits if head.markov_head is None else logits + head.markov_head(ids[:, -1])
 
     def _rotary(self, states_BSH: torch.Tensor, start: int) -> Any:
         """Return cosines and sines at the positions of states; the first state is at position `start`."""

@@ -48,13 +48,13 @@ def _make_dflash(own_config: HfConfig, attention: str) -> nn.Module:
 
 DRAFTERS: dict[str, Callable[[HfModel, Any], nn.Module]] = {
     eagle3.KIND: partial(_load_with_own_config, Eagle3Drafter),
-    dflash.KIND: partial(_load_with_own_config, _make_dflash),
+    **dict.fromkeys(dflash.KINDS, partial(_load_with_own_config, _make_dflash)),
     MTP_FEATURES: load_feature_head,
     GEMMA4_ASSISTANT: load_assistant,
 }
 """Functions that load drafters other than MTP heads for a model and its decoder."""
 GENERATORS: dict[str, type[MtpCandidateGenerator]] = {
-    dflash.KIND: DFlashCandidateGenerator,
+    **dict.fromkeys(dflash.KINDS, DFlashCandidateGenerator),
     GEMMA4_ASSISTANT: AssistantCandidateGenerator,
 }
 """The classes that draft. Kinds that are not listed draft like MTP heads."""

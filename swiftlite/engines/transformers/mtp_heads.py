@@ -386,8 +386,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         Args:
             drawn_from: the logits [1, V] of the draft are appended to this list if the draft is sampled.
         """
-        output_layer = head.output_layer or self._output_layer
-        logits = output_layer(hidden[:, -1])
+        logits = self._logits(head, ids, hidden)
         if self._logits_processor is not None:
             logits = self._logits_processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
         if self._is_greedy:
@@ -399,3 +398,8 @@ class MtpCandidateGenerator(CandidateGenerator):
         if self._confidence == 0:
             return ids, True  # does not synchronize with a GPU
         return ids, bool(logits[0].float().softmax(dim=-1)[draft] >= self._confidence)
+
+    def _logits(self, head: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [1, V] of the token after `ids`, from the last state."""
+        output_layer = head.output_layer or self._output_layer
+        return output_layer(hidden[:, -1])

@@ -134,7 +134,8 @@ def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
         return None
     if drafting.method in SERVED and drafting.method != MTP:
         # Without the plugin, a drafter with a draft vocabulary has an output layer of its own.
-        has_own = loading.model.heads.draft_vocab and not needs_plugin(loading.model)
+        drafter = loading.model.family.drafter(loading.model.config)
+        has_own = loading.model.heads.draft_vocab and not drafter.needs_plugin
         shared = SHARED[:1] if has_own else SHARED
         return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
     if drafting.method == MTP:

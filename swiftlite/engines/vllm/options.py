@@ -21,6 +21,7 @@ from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.stock_draft import draft_folder
+from swiftlite.families import dflash
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.drafters import SERVED
 from swiftlite.families.resolved import HfModel
@@ -124,8 +125,14 @@ def require_plugin_for(config: EngineConfig) -> None:
 
 
 def needs_plugin(model: HfModel) -> bool:
-    """Return whether vLLM drafts with a class of swiftlite's plugin."""
-    return draft_folder(model) is None or model.family.drafter(model.config).needs_plugin
+    """Return whether vLLM drafts with a class of swiftlite's plugin, on this machine."""
+    if draft_folder(model) is None or model.family.drafter(model.config).needs_plugin:
+        return True
+    if model.heads.kind != dflash.DSPARK:
+        return False
+    from swiftlite.engines.vllm.plugin import has_multi_module_runner
+
+    return not has_multi_module_runner()
 
 
 def check_heads_can_be_updated(model: HfModel) -> None:

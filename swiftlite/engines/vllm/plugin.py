@@ -1,7 +1,7 @@
 """Plugin of vLLM to serve swiftlite's checkpoints.
 
 The plugin adds a config class for MiMo, draft models for the architectures in `DRAFTS`, backends for live weights,
-fixes of drafts behind images and of sampling on a CPU, and a kernel for FP8 on a CPU.
+fixes of drafts behind images and of sampling on a CPU, DSpark drafters and a kernel for FP8 on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`. If swiftlite is
 installed, a checkpoint with heads can therefore be served with
@@ -26,7 +26,7 @@ from swiftlite.args.fields import WeightTransport
 from swiftlite.base.heads import KEYS
 from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
-from swiftlite.engines.vllm import cpu_sampling, draft_slots, ngram_drafts, postponed
+from swiftlite.engines.vllm import cpu_sampling, draft_slots, dspark_drafts, ngram_drafts, postponed
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from swiftlite.families.mtp_features import CLASS_ENDING
 from swiftlite.families.serving.index import drafts_of_plugin, model_types
@@ -166,6 +166,7 @@ def register() -> None:
     postponed.install()
     if not HAS_TRITON:
         cpu_sampling.install()
+        dspark_drafts.install()
     if current_platform.is_cpu():
         from swiftlite.engines.vllm import cpu_fp8
 

@@ -26,6 +26,7 @@ from swiftlite.bridge.hf_config import DRAFT_FOLDER, HEADS_FILE, read_config
 from swiftlite.bridge.rejoin import joined, separated
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.bridge.tensors import INDEX_NAME, SINGLE_NAME, Checkpoint
+from swiftlite.families import dflash
 from swiftlite.families.family import Family
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving import stock
@@ -121,7 +122,7 @@ def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, 
         return stored  # its class selects the tokens of a draft vocabulary
     stored = {key.removeprefix(drafter.own_prefix): tensor for key, tensor in stored.items()}
     if kind_of(hf_config) != MTP:
-        return {**stored, **_tensors_of_vocab(directory, family, hf_config)}
+        return _tensors_of_vocab(directory, family, hf_config, stored)
     rows = {row.mcore: row for row in stock.class_of(family, hf_config).rows(family, hf_config)}
     factors = stock.factors(family, hf_config)
     tensors: dict[str, torch.Tensor] = {}
@@ -131,13 +132,19 @@ def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, 
     return tensors
 
 
-def _tensors_of_vocab(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, torch.Tensor]:
-    """Return the output layer of a drafter with a draft vocabulary: rows of that of the trunk, and for each row the
-    difference between the token and the row's number (d2t)."""
+def _tensors_of_vocab(
+    directory: Path, family: Family, hf_config: HfConfig, stored: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a drafter. With a draft vocabulary, they include an output layer of rows of that of the
+    trunk, and for each row the difference between the token and the row's number (d2t); a Markov head has these rows.
+    """
     tokens = torch.tensor(Heads.from_config(hf_config).draft_vocab, dtype=torch.int64)
     if not len(tokens):
-        return {}
+        return stored
     outside = family.outside(hf_config)
     with Checkpoint(directory) as checkpoint:
         output = checkpoint.read(outside.hf_embedding if outside.is_tied else outside.hf_output_layer)
-    return {"lm_head.weight": output[tokens], "d2t": tokens - torch.arange(len(tokens))}
+    drafted = {"lm_head.weight": output[tokens], "d2t": tokens - torch.arange(len(tokens))}
+    if dflash.MARKOV_OUTPUT in stored:
+        drafted[dflash.MARKOV_OUTPUT] = stored[dflash.MARKOV_OUTPUT][tokens]
+    return {**stored, **drafted}

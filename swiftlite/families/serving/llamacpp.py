@@ -16,7 +16,7 @@ TRUNKS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 """HF model_type -> the architecture of llama.cpp that runs the trunk of a drafter other than MTP heads: that of
 published files, whose graph keeps the inputs of decoder layers. That of Qwen2 does not keep them."""
 
-KINDS = (MTP, eagle3.KIND, dflash.KIND)
+KINDS = (MTP, eagle3.KIND, *dflash.KINDS)
 """Kinds of drafters with which llama.cpp drafts."""
 
 

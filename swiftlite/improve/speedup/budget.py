@@ -8,6 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MIN_FOR_TWO = 45 * 60.0
+"""Seconds of the smallest budget with which two drafters are trained and compared."""
+CANDIDATE_SHARE = 0.4
+"""Share of the budget that rounds leave for the training and the measurement of the other drafter."""
+CANDIDATE_COST = 2.0
+"""Assumed ratio of the training time of the other drafter to that of MTP heads, on the same answers."""
 BENCH_SHARE = 0.3
 """Share of the budget that is reserved for `bench`, up to `MAX_RESERVED`."""
 MAX_RESERVED = 480.0
@@ -66,6 +72,21 @@ class RoundTimes:
 def reserved_for_bench(budget: float) -> float:
     """Return the seconds of the budget that rounds leave for `bench`."""
     return min(BENCH_SHARE * budget, MAX_RESERVED)
+
+
+def for_rounds(budget: float, compares: bool) -> float:
+    """Return the part of the budget for rounds and their `bench`.
+
+    Args:
+        compares: whether two drafters are compared.
+    """
+    return budget * (1 - CANDIDATE_SHARE) if compares else budget
+
+
+def fits(budget: float, spent: float, rounds: Sequence[RoundTimes]) -> bool:
+    """Return whether the rest of the budget suffices for another drafter, trained on the answers of all rounds."""
+    training = CANDIDATE_COST * rounds[-1].training + rounds[-1].fixed
+    return spent + training + STARTS + MIN_BENCH <= budget
 
 
 def bench_rounds(budget: float) -> int:

@@ -23,6 +23,7 @@ from swiftlite.base.log import logger
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.data.user_turn import UserTurn
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.families.resolved import HfModel
@@ -30,7 +31,7 @@ from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup import budget
 from swiftlite.improve.speedup.dataset import RoundRows
 from swiftlite.improve.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
-from swiftlite.improve.speedup.plan import ANSWERS, HELD_OUT, Commands, only_fits
+from swiftlite.improve.speedup.plan import ANSWERS, CANDIDATE, HELD_OUT, Commands, only_fits
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result, seconds_of_steps
 from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
 from swiftlite.improve.speedup.state import Progress
@@ -139,10 +140,24 @@ class _Speedup:
         self._directory = directory
         self._progress = progress
         self._commands = Commands(args, model, directory)
-        self._budget = float(seconds_of(args.budget) or 0)  # a rule has checked the duration
+        self._total = float(seconds_of(args.budget) or 0)  # a rule has checked the duration
+        self._compares = args.drafter == "auto" and self._can_compare()
+        self._budget = budget.for_rounds(self._total, self._compares)
+
+    def _can_compare(self) -> bool:
+        """Return whether two drafters are compared; otherwise say why not."""
+        reason = ENGINES[self._args.infer_backend].why_no_drafter(self._model.family, self._model.config, CANDIDATE)
+        if self._model.heads.layers:
+            reason = "--model has heads already"
+        elif self._total < budget.MIN_FOR_TWO:
+            reason = f"--budget {self._args.budget} is too small for two drafters, use {budget.MIN_FOR_TWO / 60:.0f}m"
+        if reason:
+            logger.info("--drafter auto: MTP heads, without a comparison with %s: %s", CANDIDATE, reason)
+        return not reason
 
     def best_heads(self) -> str:
-        """Run rounds while the budget lasts, then `bench`; return the name of the best heads.
+        """Run rounds while the budget lasts, then `bench`; return the name of the best heads, or of the other drafter
+        if it is faster.
 
         After an interruption, this function starts with the first round again, and `run_step` skips the complete steps.
         """
@@ -157,12 +172,39 @@ class _Speedup:
         later = (other_seconds + budget.START_OF_OTHER) * len(other)
         seconds = budget.bench_seconds(self._budget, self._progress.spent, later)
         self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds))
+        if self._compares and self._is_candidate_faster(best):
+            best = CANDIDATE
         try:
             for step in other:
                 self._run_bench(step)
         except UserError as error:
             logger.warning("%s is not compared: %s", LLAMACPP.label, error.problem)
         return best
+
+    def _is_candidate_faster(self, best: str) -> bool:
+        """Train and measure the other drafter on the answers of all rounds, if there is time, and return whether it is
+        faster than the best heads.
+        """
+        progress, rounds = self._progress, self._progress.rounds
+        training = self._commands.training(rounds, "", CANDIDATE)
+        times = [self._times_of(number) for number in range(1, len(rounds) + 1)]
+        if not is_complete(training, progress) and not budget.fits(self._total, progress.spent, times):
+            used = f"{progress.spent / 60:.0f} minutes of --budget {self._args.budget} are used"
+            logger.info("--drafter auto: MTP heads, because %s, and %s is not trained", used, CANDIDATE)
+            return False
+        self._run(training)
+        shutil.rmtree(self._directory / CANDIDATE / "states", ignore_errors=True)
+        progress.candidate = _accepted(self._directory, CANDIDATE)[ALL]
+        self._run(self._commands.export(CANDIDATE))
+        seconds = budget.bench_seconds(self._total, progress.spent)
+        step = self._commands.bench(CANDIDATE, progress.candidate, budget.bench_rounds(self._budget), seconds)
+        self._run_bench(step)
+        speeds = {}
+        for name in (best, CANDIDATE):
+            speeds[name], _ = read_result(self._directory / name / "bench" / "bench.json", best_server)
+        shown = ", ".join(f"{name} {speed:.1f} tokens/s" for name, speed in speeds.items())
+        logger.info("--drafter auto, %d concurrent requests: %s", self._args.concurrency[0], shown)
+        return speeds[CANDIDATE] > speeds[best]
 
     def _run_bench(self, step: CommandStep) -> None:
         """Run a step like `_run`; a complete `bench` runs again if it was for another --concurrency."""
@@ -208,7 +250,7 @@ class _Speedup:
         seconds, rounds = self._progress.seconds, self._progress.rounds
         answers, training = seconds[f"round-{number}/answers"], seconds[f"round-{number}/training"]
         fixed = seconds[f"round-{number}/export"]
-        if number == 1 and only_fits(rounds[:1], self._own_heads):
+        if number == 1 and only_fits(rounds[:1], self._own_heads, self._commands.drafter):
             training = max(training, budget.TRAINING_PER_ANSWERS * answers)  # the next round is trained
         else:
             report = self._directory / f"round-{number}" / "run" / "run_report.json"
@@ -232,7 +274,7 @@ class _Speedup:
         shutil.rmtree(directory / f"round-{number}" / "states", ignore_errors=True)
         for name in {base, f"round-{number}"} - {""}:
             progress.acceptance.setdefault(name, _accepted(directory, name)[ALL])
-        self._run(commands.export(number))
+        self._run(commands.export(f"round-{number}"))
 
     def _run(self, step: CommandStep) -> None:
         """Run a step unless it is complete, after a line about the time so far."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftlite.args.commands import SpeedupArgs
+from swiftlite.base.heads import MTP
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp.info import LLAMACPP
+from swiftlite.families import dflash
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.model import is_gguf
 from swiftlite.improve.resumable import MODEL
@@ -17,6 +19,10 @@ from swiftlite.runtime.environment import sees_gpu
 
 DRAFTED = 3
 """Number of draft tokens per step in training. `bench` also measures smaller numbers."""
+BLOCK_DRAFTED = 5
+"""The same for block drafters, whose further draft tokens cost less."""
+CANDIDATE = "dspark"
+"""The drafter that `--drafter auto` compares with MTP heads."""
 DRAFT_VOCAB = 8192
 LR_OF_ROUNDS = "1e-3"
 """Peak learning rate if training starts from the heads of an earlier round; it equals the default for new heads."""
@@ -45,9 +51,9 @@ ANSWERS = "answers"
 """Directory of a round with the output of `regenerate`."""
 
 
-def only_fits(rounds: Sequence[int], base: str) -> bool:
+def only_fits(rounds: Sequence[int], base: str, drafter: str = MTP) -> bool:
     """Return whether heads are only fitted. For the arguments, see `Commands.training`."""
-    return sum(rounds) <= FEW_PROMPTS and not base
+    return sum(rounds) <= FEW_PROMPTS and not base and drafter == MTP
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,18 @@ class Commands:
         words += ["--seed", str((args.seed + first) % 2**32), *self._system(), "--output_dir", str(output)]
         return CommandStep(f"round-{number}/answers", tuple(words), output / "dataset.jsonl")
 
-    def training(self, rounds: Sequence[int], base: str) -> CommandStep:
-        """Return the command that trains heads on the answers of all rounds so far, and counts the accepted drafts on
-        held-out prompts.
+    def training(self, rounds: Sequence[int], base: str, name: str = "") -> CommandStep:
+        """Return the command that trains heads, or another drafter, on the answers of all rounds so far, and counts the
+        accepted drafts on held-out prompts.
 
         Args:
             rounds: number of prompts of each round so far.
             base: name of the heads to start from: "model" or an earlier round such as "round-1"; empty for new heads.
+            name: CANDIDATE, or empty for the drafter of the rounds.
         """
-        number = len(rounds)
-        directory = self.directory / f"round-{number}"
+        number, drafter = len(rounds), name or self.drafter
+        name = name or f"round-{number}"
+        directory = self.directory / name
         output = directory / "run"
         rows = [str(self.directory / f"round-{each}" / "train.jsonl") for each in range(1, number + 1)]
         words = ["megatron", "sft", *self._model(self.path_of(base)), "--dataset", *rows]
@@ -105,31 +113,47 @@ class Commands:
         if not self.args.dataset:
             # The model wrote the prompts as well, so heads also learn from them.
             words += ["--loss_scale", "all"]
-        if only_fits(rounds, base):
+        if only_fits(rounds, base, drafter):
             words += ["--train_iters", "0"]
         else:
             words += ["--num_train_epochs", "3", "--cache_trunk_states", str(directory / "states")]
         # The same number of tokens in each round, because `Progress.best` compares rounds.
         words += f"--acceptance_samples {NUM_HELD_OUT} --acceptance_max_new_tokens 32".split()
         words += "--save_steps 100 --save_total_limit 1".split()
-        if self.model.heads.layers <= 1:
-            words += ["--mtp_unroll", str(DRAFTED)]
+        words += self._drafter(drafter)
         engine = ENGINES[self.args.infer_backend]
-        if engine.convention_for(self.model.family).drafting != self.model.family.mtp.drafting:
-            words += ["--draft_for", engine.name]
         if base:
             words += ["--lr", LR_OF_TRAINED_HEADS if base == MODEL else LR_OF_ROUNDS]
         elif self.model.config["vocab_size"] > DRAFT_VOCAB and engine.supports_draft_vocab:
             words += ["--draft_vocab", str(DRAFT_VOCAB)]
         words += ["--resume", "true", "--output_dir", str(output)]
-        return CommandStep(f"round-{number}/training", tuple(words), output / "run_report.json")
+        return CommandStep(f"{name}/training", tuple(words), output / "run_report.json")
 
-    def export(self, number: int) -> CommandStep:
-        """Return the command that exports the heads of a round together with the model."""
-        directory = self.directory / f"round-{number}"
+    @property
+    def drafter(self) -> str:
+        """The value of --drafter for the rounds."""
+        return MTP if self.args.drafter == "auto" else self.args.drafter
+
+    def _drafter(self, drafter: str) -> list[str]:
+        """Return the options of the training for a drafter."""
+        if drafter != MTP:
+            is_block = drafter in dflash.KINDS
+            words = ["--drafter", drafter, "--mtp_unroll", str(BLOCK_DRAFTED if is_block else DRAFTED)]
+            return words + (["--drafter_layers", "2", "--drafter_anchors", "0.5"] if is_block else [])
+        words = []
+        if self.model.heads.layers <= 1:
+            words += ["--mtp_unroll", str(DRAFTED)]
+        engine = ENGINES[self.args.infer_backend]
+        if engine.convention_for(self.model.family).drafting != self.model.family.mtp.drafting:
+            words += ["--draft_for", engine.name]
+        return words
+
+    def export(self, name: str) -> CommandStep:
+        """Return the command that exports the heads called `name` together with the model."""
+        directory = self.directory / name
         output = directory / "hf"
         words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(output))
-        return CommandStep(f"round-{number}/export", words, output / "config.json", is_atomic=True)
+        return CommandStep(f"{name}/export", words, output / "config.json", is_atomic=True)
 
     def path_of(self, name: str) -> str:
         """Return the directory of the model with the heads called `name`: --model or the export of a round."""

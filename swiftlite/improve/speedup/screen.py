@@ -7,6 +7,7 @@ from textwrap import shorten
 from typing import Any
 
 from swiftlite.improve.resumable import MODEL
+from swiftlite.improve.speedup.plan import CANDIDATE
 from swiftlite.improve.speedup.results import ALL
 from swiftlite.improve.speedup.state import Progress
 from swiftlite.report.table import text_table
@@ -121,13 +122,19 @@ def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Sequence
     Each round has a row over all held-out prompts. The best heads also have a row for each channel (label of dataset
     rows).
     """
-    positions = len(progress.acceptance[best])
-    rows: list[Sequence[str]] = [["held-out prompts", "heads", *(f"draft {place + 1}" for place in range(positions))]]
-    for name, shares in progress.acceptance.items():
-        rows.append([ALL, name, *(f"{share:.1%}" for share in shares)])
+    measured: list[tuple[str, str, Sequence[float]]] = [
+        (ALL, name, shares) for name, shares in progress.acceptance.items()
+    ]
+    if progress.candidate:
+        measured.append((ALL, CANDIDATE, progress.candidate))
     for channel, shares in by_channel.items():
         if channel != ALL and len(by_channel) > 2:
-            rows.append([channel, best, *(f"{share:.1%}" for share in shares)])
+            measured.append((channel, best, shares))
+    positions = range(max(len(shares) for _, _, shares in measured))
+    rows: list[Sequence[str]] = [["held-out prompts", "heads", *(f"draft {place + 1}" for place in positions)]]
+    for channel, name, shares in measured:
+        shown = [f"{share:.1%}" for share in shares]
+        rows.append([channel, name, *shown, *[""] * (len(positions) - len(shown))])
     return rows
 
 

@@ -19,6 +19,7 @@ class Progress(Resumable):
         unfinished: seconds so far of each step that is running or was interrupted.
         acceptance: accepted drafts per position on the held-out prompts, by name of the heads: "model" for the heads of
             --model, "round-1" for those of the first round.
+        candidate: accepted drafts per position of another drafter than that of the rounds; empty without one.
         preparation: seconds before the first step of each attempt, such as those of the conversion of a GGUF file.
     """
 
@@ -27,6 +28,7 @@ class Progress(Resumable):
     seconds: dict[str, float] = field(default_factory=dict)
     unfinished: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, list[float]] = field(default_factory=dict)
+    candidate: list[float] = field(default_factory=list)
     preparation: float = 0.0
 
     def repeat(self, step: str) -> None:

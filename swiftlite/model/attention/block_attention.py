@@ -31,7 +31,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from swiftlite.model.attention.attention import whole_row
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.draft_attention import Draft, DraftAttention
-from swiftlite.model.context_parallel import causal_segments, shared_row
+from swiftlite.model.context_parallel import causal_segments, parts_of, shared_row
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Context:
         num_queries: K.
         num_parts: number of sequence-parallel ranks whose parts a gathered row consists of.
         cache: the cache of the rows in decoding, whose spans are whole rows; None in training.
+        runs: runs of positions that the queries belong to (`parts_of`); None for all.
     """
 
     key_SBGD: torch.Tensor
@@ -52,6 +53,7 @@ class Context:
     num_queries: int
     num_parts: int
     cache: Cache | None
+    runs: tuple[tuple[int, int], ...] | None
 
 
 def joined(rows: Sequence[torch.Tensor], num_parts: int) -> torch.Tensor:
@@ -82,7 +84,8 @@ class BlockAttention(DraftAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Compute attention of K queries at each position; the first dimension of all arguments is K * S.
+        """Compute attention of K queries at each position, or at those of `Context.runs`; the first dimension of all
+        arguments is K times their number.
 
         Args:
             attention_mask: the `Context`, passed in place of a mask.
@@ -93,7 +96,7 @@ class BlockAttention(DraftAttention):
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
         rows = [separated(each, context.num_queries, context.num_parts) for each in (query_SBND, key_SBGD, value_SBGD)]
         queries, keys, values = rows
-        context_key, context_value, num_positions = context.key_SBGD, context.value_SBGD, len(queries[0])
+        context_key, context_value, num_positions = context.key_SBGD, context.value_SBGD, len(context.key_SBGD)
         if context.cache is None:
             lengths, group = shared_row(num_positions, packed_seq_params, self.cp_group)
             context_key, context_value = (whole_row(each, lengths, group) for each in (context_key, context_value))
@@ -102,6 +105,8 @@ class BlockAttention(DraftAttention):
         else:
             segments = causal_segments(context.cache.lengths(num_positions), rank=0, size=1)
             attend = self._attend_steps
+        if context.runs is not None:
+            segments = parts_of(segments, context.runs)
         seen = Draft(context.cache, [context_key, *keys], [context_value, *values])
         out = joined([attend(query, seen, segments).flatten(2) for query in queries], context.num_parts)
         if packed_seq_params is not None:

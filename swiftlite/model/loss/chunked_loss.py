@@ -279,6 +279,7 @@ def chunked_loss(
     tokens_V: torch.Tensor | None = None,
     share_BS: torch.Tensor | None = None,
     *,
+    frozen_VH: torch.Tensor | None = None,
     cap: float | None = None,
     returns_gradient: bool = True,
 ) -> TokenLoss:
@@ -291,10 +292,12 @@ def chunked_loss(
         share_BS: weight of each position, if it is known. With it, and if the matrix is trained, only the weighted sum
             `TokenLoss.total` has a gradient. The derivative of the loss with respect to it must be 1: megatron-core's
             schedules do not scale losses in bfloat16 and float32.
+        frozen_VH: columns of the matrix before those of `weight_VH`, which get no gradient. The states have columns for
+            both.
         cap: as for `capped`.
         returns_gradient: whether autograd must receive a gradient of the matrix although it was added to `main_grad`.
     """
-    logits = _Logits(weight_VH, target, sharing(tp_group), tokens_V, cap)
+    logits = _Logits(weight_VH, target, sharing(tp_group), tokens_V, cap, frozen_VH)
     entropy_N = target.entropy_N if isinstance(target, LabelTarget) else None
     overlap_N = target.overlap_N if isinstance(target, TrunkTarget) else None
     total = None
@@ -320,6 +323,36 @@ class _Logits:
     group: Group
     tokens_V: torch.Tensor | None
     cap: float | None
+    frozen_VH: torch.Tensor | None
+
+    def product(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some states, without the cap."""
+        if self.frozen_VH is None:
+            return states_NH @ self.weight_VH.t()
+        frozen_NH, trained_NH = self._split(states_NH)
+        return (frozen_NH @ self.frozen_VH.t()).addmm_(trained_NH, self.weight_VH.t())
+
+    def put_gradient_(self, grad_CV: torch.Tensor, grad_CH: torch.Tensor) -> None:
+        """Overwrite `grad_CH` with the gradient of the states of a chunk, without a sum over ranks.
+
+        Args:
+            grad_CV: gradient of its logits.
+        """
+        if self.frozen_VH is None:
+            torch.matmul(grad_CV, self.weight_VH, out=grad_CH)
+            return
+        frozen_CH, trained_CH = self._split(grad_CH)
+        frozen_CH.copy_(grad_CV @ self.frozen_VH)
+        trained_CH.copy_(grad_CV @ self.weight_VH)
+
+    def trained(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """Return the columns of states that are multiplied by `weight_VH`."""
+        return states_NH if self.frozen_VH is None else self._split(states_NH)[1]
+
+    def _split(self, states_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.frozen_VH is not None
+        width = self.frozen_VH.size(1)
+        return states_NH[:, :width], states_NH[:, width:]
 
     def chunk(
         self, states_NH: torch.Tensor, rows: slice, share_N1: torch.Tensor | None = None
@@ -330,7 +363,7 @@ class _Logits:
             rows: positions of the chunk.
             share_N1: factor of each position's gradient; None for 1.
         """
-        logits_CV = states_NH[rows] @ self.weight_VH.t()
+        logits_CV = self.product(states_NH[rows])
         # The kernels read whole rows, in wide loads if they know the distance between rows.
         torch._dynamo.mark_static(logits_CV, 1)
         share_C1 = None if share_N1 is None else share_N1[rows]
@@ -370,8 +403,8 @@ class _WeightedLoss(torch.autograd.Function):
         def compute(rows: slice) -> None:  # a function, so that a chunk is freed at its end
             grad_CV, loss_N[rows], prediction_N[rows] = logits.chunk(states_NH, rows, share_N1)
             if grad_NH is not None:
-                torch.matmul(grad_CV, weight_VH, out=grad_NH[rows])
-            add_product_(sum_VH, grad_CV.t(), states_NH[rows])
+                logits.put_gradient_(grad_CV, grad_NH[rows])
+            add_product_(sum_VH, grad_CV.t(), logits.trained(states_NH[rows]))
 
         for rows in _chunks(len(states_NH)):
             compute(rows)
@@ -406,7 +439,7 @@ class _ChunkedLoss(torch.autograd.Function):
         def compute(rows: slice) -> None:
             grad_CV, loss_N[rows], prediction_N[rows] = logits.chunk(states_NH, rows)
             if grad_NH is not None:
-                torch.matmul(grad_CV, weight_VH, out=grad_NH[rows])
+                logits.put_gradient_(grad_CV, grad_NH[rows])
 
         for rows in _chunks(len(states_NH)):
             compute(rows)
@@ -435,7 +468,7 @@ def _matrix_gradient(states_NH: torch.Tensor, share_N1: torch.Tensor, logits: _L
 
     def add(rows: slice) -> None:
         grad_CV, _, _ = logits.chunk(states_NH, rows, share_N1)
-        grad_VH.addmm_(grad_CV.t(), states_NH[rows])
+        grad_VH.addmm_(grad_CV.t(), logits.trained(states_NH[rows]))
 
     for rows in _chunks(len(states_NH)):
         add(rows)

@@ -25,7 +25,7 @@ from swiftlite.plan.heads import (
     new_heads_learn_alone,
     why_no_fit,
 )
-from swiftlite.plan.layout import choices, decoder_layers_per_stage, layout_of, mtp_is_with_loss
+from swiftlite.plan.layout import choices, decoder_layers_per_stage, layout_of, mtp_is_with_losses
 from swiftlite.rules import common
 
 
@@ -101,8 +101,20 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if args.drafter_layers is not None and args.drafter != dflash.KIND:
-        yield f"--drafter_layers {args.drafter_layers} requires --drafter dflash", "remove it, or use --drafter dflash"
+    if args.drafter_layers is not None and args.drafter not in dflash.KINDS:
+        names = " or ".join(dflash.KINDS)
+        yield f"--drafter_layers {args.drafter_layers} requires --drafter {names}", "remove it, or add --drafter dflash"
+    if args.markov_rank is not None and args.drafter != dflash.DSPARK:
+        yield f"--markov_rank {args.markov_rank} requires --drafter dspark", "remove it, or use --drafter dspark"
+    if args.drafter_anchors < 1 and facts.heads.kind not in dflash.KINDS:
+        problem = f"--drafter_anchors {args.drafter_anchors} requires a block drafter"
+        yield problem, "remove it, or use --drafter dflash"
+    if facts.heads.kind == dflash.DSPARK and not mtp_is_with_losses(layout_of(args)):
+        yield (
+            f"--pipeline_model_parallel_layout {args.pipeline_model_parallel_layout}: the Markov head of a DSpark "
+            "drafter is a part of the output layer",
+            "put m on the stage of L",
+        )
     if args.mtp_features and args.drafter:
         problem = f"--mtp_features is for MTP heads, not for --drafter {args.drafter}, which reads features anyway"
         yield problem, "remove one of the two"
@@ -204,7 +216,7 @@ def _is_with_features(layout: ParallelLayout, architecture: Architecture, heads:
         last = decoder_layers_per_stage(layout, num_layers)[-1]
     except ValueError:  # which `layout_problems` reports
         return True
-    return mtp_is_with_loss(layout) and num_layers - last <= min(heads.features)
+    return mtp_is_with_losses(layout) and num_layers - last <= min(heads.features)
 
 
 def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
 """Test `speedup` before its first step and after its last one."""
 
+import copy
 import json
 import shutil
 from dataclasses import asdict, replace
@@ -109,6 +110,44 @@ def test_another_concurrency_runs_only_bench_again(complete, monkeypatch):
     progress = json.loads(path.read_text())
     assert progress["seconds"]["round-1/bench"] >= 100
     assert progress["unfinished"] == {}
+
+
+@pytest.mark.parametrize(("speed", "is_faster"), [(50.0, True), (10.0, False)])
+def test_the_faster_of_two_drafters_is_recommended(complete, capsys, speed, is_faster):
+    directory = Path(complete.output_dir)
+    args = replace(complete, drafter="auto", budget="45m")
+    progress = json.loads((directory / "speedup.json").read_text())
+    progress["settings"]["drafter"] = "auto"
+    progress["seconds"]["round-1/training"] = 2000.0  # no second round
+    progress["seconds"] |= {f"dspark/{step}": 100.0 for step in ("training", "export", "bench")}
+    (directory / "speedup.json").write_text(json.dumps(progress))
+    for name in ("run", "hf", "bench"):
+        (directory / "dspark" / name).mkdir(parents=True)
+    for name in ("run/run_report.json", "hf/config.json"):
+        (directory / "dspark" / name).touch()
+    acceptance = {"after": {"generated": {"acceptance_per_position": [0.4, 0.3, 0.2, 0.1, 0.05]}}}
+    (directory / "dspark/run/acceptance.json").write_text(json.dumps(acceptance))
+    bench = copy.deepcopy(BENCH)
+    for server in bench["servers"]:
+        server["measured"][0]["tokens_per_second"] = speed
+    for choice in bench["recommendations"]:
+        choice["command"] = "swiftlite deploy --model dspark/hf"
+    (directory / "dspark/bench/bench.json").write_text(json.dumps(bench))
+    run(args)
+    printed = capsys.readouterr().out
+    assert has_line(printed, "dspark 40.0% 30.0% 20.0% 10.0% 5.0%")
+    assert has_line(printed, "round-1 50.0% 25.0% 10.0%")
+    assert has_line(printed, "swiftlite deploy --model dspark/hf") is is_faster
+
+
+def test_a_small_budget_has_no_second_drafter(complete, capsys, caplog):
+    caplog.set_level("INFO", logger="swiftlite")
+    progress = json.loads((Path(complete.output_dir) / "speedup.json").read_text())
+    progress["settings"]["drafter"] = "auto"
+    (Path(complete.output_dir) / "speedup.json").write_text(json.dumps(progress))
+    run(replace(complete, drafter="auto"))
+    assert has_line(caplog.text, "--drafter auto MTP heads --budget 5m 45m")
+    assert has_line(capsys.readouterr().out, "swiftlite deploy --num_speculative_tokens 2")
 
 
 def test_another_engine_that_fails_is_named(complete, capsys, caplog, monkeypatch):

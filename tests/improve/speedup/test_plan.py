@@ -8,6 +8,7 @@ import pytest
 from swiftlite.args.commands import SpeedupArgs
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import resolve
 from swiftlite.improve.speedup.plan import Commands, only_fits
@@ -39,7 +40,7 @@ def test_every_command_parses(make_commands, tmp_path):
     steps = [
         commands.answers(1, 128, 0, 0),
         commands.training([128, 500], "round-1"),
-        commands.export(1),
+        commands.export("round-1"),
         commands.bench("round-1", [0.3, 0.1, 0.05], 2, 99.5),
     ]
     for step in steps:
@@ -94,6 +95,28 @@ def test_training_fits_the_model(make_commands):
     assert (later.draft_vocab, later.lr) == (None, 1e-3)  # None: that of the checkpoint
     several_heads = options_of(make_commands(depth=2).training([128], "model"))
     assert (several_heads.mtp_unroll, several_heads.lr) == (1, 3e-4)
+
+
+def test_other_drafters_are_trained(make_commands):
+    commands = make_commands(drafter="dspark", vocab_size=10_000)
+    first = options_of(commands.training([128], ""))
+    assert (first.drafter, first.mtp_unroll, first.drafter_layers, first.drafter_anchors) == ("dspark", 5, 2, 0.5)
+    assert (first.train_iters, first.num_train_epochs, first.draft_vocab) == (None, 3, 8192)  # it cannot be fitted
+    commands = make_commands(drafter="auto")
+    assert options_of(commands.training([128], "")).drafter is None
+    step = commands.training([128, 500], "", "dspark")
+    assert (options_of(step).drafter, len(options_of(step).dataset)) == ("dspark", 2)
+    assert step.result == commands.directory / "dspark" / "run" / "run_report.json"
+    assert options_of(commands.export("dspark")).model == str(commands.directory / "dspark" / "run")
+
+
+@pytest.mark.parametrize(("engine", "reason"), [("vllm", ""), ("sglang", "SGLang"), ("llamacpp", "")])
+def test_engines_that_do_not_draft_with_a_candidate_are_named(make_commands, engine, reason):
+    commands = make_commands(infer_backend=engine)
+    model = commands.model
+    found = ENGINES[engine].why_no_drafter(model.family, model.config, "dspark")
+    assert bool(found) == bool(reason)
+    assert reason in found
 
 
 @pytest.mark.parametrize(
