@@ -96,7 +96,8 @@ def make_layer(kind: str, mesh: Any, is_recomputed: bool, is_new: bool) -> tuple
     if not is_new:
         core: Any = modules.core_attention
         modules = replace(modules, core_attention=replace(core, params=core.params | {"prefix": None}))
-        mla._reads_rows = lambda attention_mask: False  # core attention gathers the heads
+        # Core attention gathers the heads.
+        mla.MLASelfAttention._reads_rows = lambda self, attention_mask: False
     module = build_module(attention_spec(attention, modules), config=config, layer_number=1)
     rotary = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.device.torch_device, torch.float32)
     return module, rotary([LENGTH])
