@@ -3,15 +3,15 @@
 Each kind of layer counts its operations (`families/layer.py`). A multiply-add counts as two operations. Attention is
 counted for causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens, without those outside of a sliding
 window. Attention to tokens that an indexer selects is counted like attention to all tokens, because it is computed with
-a mask. Only selected experts are counted, and
-the output layer is counted only for positions with a label (`model.loss` computes no other logits). Padding,
-recomputation, and operations other than matrix products (norms, rotary embeddings, softmax, optimizer) are not counted.
-A tower counts its operations from the numbers of items of images; all pairs of patches of an image attend.
+a mask. Only selected experts are counted, and the output layer is counted only for positions with a label (`model.loss`
+computes no other logits). Padding, recomputation, and operations other than matrix products (norms, rotary embeddings,
+softmax, optimizer) are not counted. A tower counts its operations from the numbers of items of images; all pairs of patches of an image attend.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from swiftlite.args.fields import IndexerMode
 from swiftlite.base.heads import MTP_FEATURES, Heads
@@ -127,53 +127,39 @@ def training_flops(
     """
     architecture = architecture_of(hf_config)
     hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
-    trunk_passes = output_passes = head_passes = 3
-    if heads_only:
-        trunk_passes, output_passes = 1, 2
-    elif indexer_mode == "indexer_only":
-        trunk_passes, output_passes, head_passes = 1, 2, 2
-    if trunk_is_read:
-        trunk_passes = 0
-    matrix_passes = trunk_passes
-    if freeze_llm:
-        matrix_passes = output_passes = 2
+    passes = _passes_of(architecture, heads_only, trunk_is_read, lora, freeze_llm, indexer_mode)
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
     adapters, head_adapters = 0, 0
     if lora is not None:
-        matrix_passes = min(trunk_passes, 2)
-        if lora.heads != "full":
-            head_passes = 2
-        if heads_only or not _output_layer_learns(architecture, lora):
-            output_passes = 2
         for number, layer in enumerate(architecture.layers):
             adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
         head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
     # n * (n + 1) / 2 pairs with two operations each are n ** 2 + n operations.
     pairs: dict[int | None, int] = {}  # by window
-    passes = [(trunk_passes, layer) for layer in architecture.layers] + [(3, block)] * num_drafts
-    for number, layer in passes:
+    computed = [(passes.trunk, layer) for layer in architecture.layers] + [(3, block)] * num_drafts
+    for number, layer in computed:
         window = layer.attention.window
         pairs[window] = pairs.get(window, 0) + number * layer.attention.macs_per_pair()
     index_token, index_pair = _of_indexers(architecture, num_drafts, indexer_mode, heads_only, trunk_is_read)
     square = sum(pairs.values()) + index_pair
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
     drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
-    head_output_passes = output_passes
+    head_output_passes = passes.output
     if architecture.outside.heads_have_output_layers:
-        head_output_passes = head_passes
-    trunk_target = output_passes * vocabulary
+        head_output_passes = passes.head
+    trunk_target = passes.output * vocabulary
     if heads_only or indexer_mode == "indexer_only":
-        trunk_target = trunk_passes * vocabulary
+        trunk_target = passes.trunk * vocabulary
     indexers = None
     if architecture.index_topk is not None and indexer_mode == "frozen":
         indexers = architecture.index_topk, index_token, _PER_MAC * index_pair
     item = item_square = 0.0
     if tower is not None and not trunk_is_read:
         item, item_square = tower.macs(trained_parts)
-    of_heads = (head_passes * mtp_layer + head_adapters) * num_drafts + _of_features(heads, hidden)
+    of_heads = (passes.head * mtp_layer + head_adapters) * num_drafts + _of_features(heads, hidden)
     return Flops(
-        linear=matrix_passes * trunk + adapters + of_heads + index_token + square,
+        linear=passes.matrix * trunk + adapters + of_heads + index_token + square,
         square=square,
         targets=(trunk_target, *[head_output_passes * drafted] * num_drafts),
         item=_PER_MAC * item,
@@ -181,6 +167,50 @@ def training_flops(
         windows=tuple((window, _PER_MAC * per_pair) for window, per_pair in pairs.items() if window is not None),
         indexers=indexers,
     )
+
+
+class _Passes(NamedTuple):
+    """Numbers of passes, of which a backward pass with gradients of inputs and of weights counts as two.
+
+    Attributes:
+        trunk: of the trunk's layers.
+        matrix: of their matrices.
+        output: of the output layer.
+        head: of the MTP layers.
+    """
+
+    trunk: int
+    matrix: int
+    output: int
+    head: int
+
+
+def _passes_of(
+    architecture: Architecture,
+    heads_only: bool,
+    trunk_is_read: bool,
+    lora: Lora | None,
+    freeze_llm: bool,
+    indexer_mode: IndexerMode,
+) -> _Passes:
+    """Return the numbers of passes; the arguments are those of `training_flops`."""
+    trunk = output = head = 3
+    if heads_only:
+        trunk, output = 1, 2
+    elif indexer_mode == "indexer_only":
+        trunk, output, head = 1, 2, 2
+    if trunk_is_read:
+        trunk = 0
+    matrix = trunk
+    if freeze_llm:
+        matrix = output = 2
+    if lora is not None:
+        matrix = min(trunk, 2)
+        if lora.heads != "full":
+            head = 2
+        if heads_only or not _output_layer_learns(architecture, lora):
+            output = 2
+    return _Passes(trunk, matrix, output, head)
 
 
 def _of_indexers(
