@@ -142,6 +142,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 64,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    # Layers with full attention have larger heads, as in published models.
+    **{name: FAMILIES[name].tiny | {"global_head_dim": 128} for name in ("gemma4", "gemma4_text")},
     "olmo3": {"sliding_window": 16},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
     "qwen3_next": WITH_SHARED | LINEAR,

@@ -15,6 +15,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import MTP, kind_of
+from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.families import Family
 from swiftlite.families.drafters import DRAFTERS, with_drafter
@@ -71,6 +72,7 @@ class EngineInfo:
         joins_ngrams: whether the adapter and the server support drafts from the text (`ngram.py`) as well.
         drafts_without_heads: whether they support drafts from the text alone.
         drafters: kinds of drafters with which the engine drafts (`families/drafters.py`).
+        drafts_with_windows: whether it drafts with drafters other than MTP heads for trunks with sliding windows.
         takes_live_weights: whether the engine's server accepts new weights while serving.
         logs_requests: whether the engine's server supports the middleware of `request_log`.
         serves_adapters: whether the engine's server supports adapters. Tests check that it gives the answers of the
@@ -135,6 +137,7 @@ class EngineInfo:
     joins_ngrams: bool = False
     drafts_without_heads: bool = False
     drafters: tuple[str, ...] = (MTP,)
+    drafts_with_windows: bool = True
     takes_live_weights: bool = False
     logs_requests: bool = False
     is_batched: bool = True
@@ -187,12 +190,17 @@ class EngineInfo:
         """Return why the engine would not draft with a new drafter (`NEW` in `families/drafters.py`) for a model; empty
         if it would.
         """
+        if Quantization.of(hf_config) is not None:
+            return "it does not support quantized models"
         declared = with_drafter(hf_config, drafter)
         kind = DRAFTERS[kind_of(declared)]
         if kind_of(declared) not in self.drafters:
             return f"{self.label} does not support it"
         if reason := kind.why_not(family, declared):
             return reason
+        attentions = family.architecture(declared).attentions
+        if not self.drafts_with_windows and any(each.window is not None for each in attentions):
+            return f"{self.label} does not support it for a trunk with a sliding window"
         trunks = getattr(kind, f"{self.name}_trunks", (family.name,))
         if family.name not in trunks:
             return f"{self.label} supports it only for {', '.join(trunks)}"

@@ -94,8 +94,10 @@ def with_drafter(
         declared = {}
     if declared.get("kind") == new["kind"] and new["kind"] in dflash.KINDS:
         new |= {key: declared[key] for key in dflash.SETTINGS if key in declared}
-    given = {dflash.LAYERS_KEY: decoder_layers, dflash.MARKOV_KEY: markov_rank}
-    new |= {key: value for key, value in given.items() if value is not None}
+    if decoder_layers is not None and new["kind"] in dflash.KINDS:  # otherwise a rule reports the option
+        new[dflash.LAYERS_KEY] = decoder_layers
+    if markov_rank is not None and new["kind"] == dflash.DSPARK:
+        new[dflash.MARKOV_KEY] = markov_rank
     if {**declared, "layers": 0} == new:
         return dict(hf_config)
     return {**hf_config, DRAFTER_KEY: new}

@@ -75,6 +75,12 @@ def test_what_is_refused(gemma, options, change, problem, hint):
     assert mentions(found[0], hint)
 
 
+@pytest.mark.parametrize("change", [{"drafter": "eagle3"}, {"drafter": "dspark"}, {"mtp_features": [1]}])
+def test_another_drafter_than_the_grafted_one(gemma, change):
+    problems = problems_of(dataclasses.replace(SFT, **GRAFT, **change))
+    assert any(mentions(text, "--mtp_graft_from assistant") for text, _ in problems)
+
+
 @pytest.mark.parametrize(("last", "is_refused"), [(1, True), (2, False)])
 def test_it_is_on_the_stage_of_the_layers_that_it_reads(gemma, last, is_refused):
     layout = {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": last}

@@ -78,3 +78,16 @@ def test_the_engine_runs_the_family(here):
     assert mentions(problem, "--infer_backend llamacpp exaone4")
     assert mentions(hint, "--infer_backend transformers vllm")
     assert problems_of(dataclasses.replace(GOOD, infer_backend="vllm")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}, "quantized"),
+        ({"model_type": "mistral", "sliding_window": 64}, "vLLM window"),
+    ],
+)
+def test_a_drafter_that_the_engine_would_refuse_after_training(here, change, why):
+    change_config(**change)
+    ((problem, _),) = problems_of(dataclasses.replace(GOOD, drafter="dspark"))
+    assert mentions(problem, f"--drafter dspark {why}")

@@ -60,6 +60,7 @@ VLLM = EngineInfo(
     takes_draft_schedule=True,
     joins_ngrams=True,
     drafters=SERVED,
+    drafts_with_windows=False,
     emulates_bfloat16=True,
     takes_live_weights=True,
     logs_requests=True,

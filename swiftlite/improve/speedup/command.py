@@ -172,8 +172,11 @@ class _Speedup:
         later = (other_seconds + budget.START_OF_OTHER) * len(other)
         seconds = budget.bench_seconds(self._budget, self._progress.spent, later)
         self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds))
-        if self._compares and self._is_candidate_faster(best):
-            best = CANDIDATE
+        try:
+            if self._compares and self._is_candidate_faster(best):
+                best = CANDIDATE
+        except UserError as error:
+            logger.warning("%s is not compared: %s", CANDIDATE, error.problem)
         try:
             for step in other:
                 self._run_bench(step)

@@ -5,7 +5,8 @@ counted for causal pairs of tokens, n * (n + 1) / 2 for a sequence of n tokens, 
 window. Attention to tokens that an indexer selects is counted like attention to all tokens, because it is computed with
 a mask. Only selected experts are counted, and the output layer is counted only for positions with a label (`model.loss`
 computes no other logits). Padding, recomputation, and operations other than matrix products (norms, rotary embeddings,
-softmax, optimizer) are not counted. A tower counts its operations from the numbers of items of images; all pairs of patches of an image attend.
+softmax, optimizer) are not counted. A tower counts its operations from the numbers of items of images; all pairs of
+patches of an image attend.
 """
 
 from collections.abc import Sequence

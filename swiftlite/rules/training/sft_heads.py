@@ -106,6 +106,10 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
         yield f"--drafter_layers {args.drafter_layers} requires --drafter {names}", "remove it, or add --drafter dflash"
     if args.markov_rank is not None and args.drafter != dflash.DSPARK:
         yield f"--markov_rank {args.markov_rank} requires --drafter dspark", "remove it, or use --drafter dspark"
+    is_other = args.drafter not in (None, facts.heads.kind)
+    if args.mtp_init == "graft" and facts.heads.has_output_layer and (is_other or args.mtp_features):
+        other = "--mtp_features" if args.mtp_features else f"--drafter {args.drafter}"
+        yield f"{other}: --mtp_graft_from {args.mtp_graft_from} is another drafter", "remove one of the two"
     if args.drafter_anchors < 1 and facts.heads.kind not in dflash.KINDS:
         problem = f"--drafter_anchors {args.drafter_anchors} requires a block drafter"
         yield problem, "remove it, or use --drafter dflash"

@@ -11,8 +11,9 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
 from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
-from swiftlite.plan.heads import heads_of
+from swiftlite.plan.heads import heads_of, mtp_init_of
 from swiftlite.plan.layout import decoder_layers_per_stage, layout_beside, layout_of, layout_problems
+from swiftlite.rules import common
 
 
 def indexers_can_be_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -20,7 +21,7 @@ def indexers_can_be_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.indexer_mode == "frozen" or architecture is None:
         return
     flag = f"--indexer_mode {args.indexer_mode}"
-    heads = heads_of(args, facts.heads)
+    heads, init = heads_of(args, facts.heads), mtp_init_of(args, facts.heads)
     if architecture.index_topk is None:
         problem = f"{flag} requires a model with indexers, which model_type {facts.hf_config['model_type']!r} has not"
         yield problem, "remove --indexer_mode"
@@ -30,11 +31,15 @@ def indexers_can_be_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield f"{flag} cannot be combined with --mtp_mode heads_only", "remove one of the two"
     elif args.indexer_mode == "indexer_only" and method_of(args).name not in ("sft", "pt"):
         yield f"{flag} is only supported in megatron sft and pt", "use one of them, or --indexer_mode joint"
-    elif args.mtp_mode == "heads_only" and not heads.layers:
-        return  # another rule reports that
-    elif args.mtp_mode == "heads_only" and heads.unroll > 1:
-        problem = f"{flag}: with --mtp_mode heads_only only heads are trained, and --mtp_unroll trains no indexer"
-        yield problem, "remove --indexer_mode or --mtp_unroll"
+    elif args.indexer_mode == "indexer_only" and heads.layers and init not in ("checkpoint", "graft"):
+        yield f"{flag} does not train the new heads of --mtp_init {init}", "train heads in another run"
+    elif args.indexer_mode == "indexer_only" and common.changed(args, ("moe_router_bias_update_rate",)):
+        yield f"{flag} cannot be combined with --moe_router_bias_update_rate", "remove one of the two"
+    elif heads.layers and heads.unroll > 1:
+        yield (
+            f"{flag}: the indexers of heads are not trained with --mtp_unroll",
+            "remove --indexer_mode or --mtp_unroll",
+        )
 
 
 def long_rows_have_selections(args: SftArgs, facts: Facts) -> Iterator[Problem]:
