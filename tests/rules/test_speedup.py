@@ -11,6 +11,7 @@ from swiftlite.plan.facts import read_facts
 from swiftlite.rules import speedup
 from swiftlite.rules.engine_options import engine_is_installed
 from tests.messages import mentions
+from tests.rules.good import change_config
 
 GOOD = SpeedupArgs(model="plain", output_dir="out")
 
