@@ -143,7 +143,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
     # Layers with full attention have larger heads, as in published models.
-    **{name: FAMILIES[name].tiny | {"global_head_dim": 128} for name in ("gemma4", "gemma4_text")},
+    "gemma4_text": FAMILIES["gemma4_text"].tiny | {"global_head_dim": 128},
     "olmo3": {"sliding_window": 16},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
     "qwen3_next": WITH_SHARED | LINEAR,
@@ -372,9 +372,8 @@ def step3p5_as_published(config: dict[str, Any], num_layers: int, depth: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument(
-        "--family", choices=[name for name, family in FAMILIES.items() if family.vision is None], default="qwen3"
-    )
+    models_of_text = [name for name, family in FAMILIES.items() if not family.language_model]
+    parser.add_argument("--family", choices=models_of_text, default="qwen3")
     parser.add_argument("--hidden_size", type=int, default=256, help="a multiple of 64 (default: 256)")
     parser.add_argument("--num_layers", type=int, default=4, help="decoder layers (default: 4)")
     parser.add_argument("--vocab_size", type=int, default=4096, help="entries of the tokenizer (default: 4096)")
