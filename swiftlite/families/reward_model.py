@@ -16,6 +16,7 @@ CLASSES: Mapping[str, str] = {
     "gpt_oss": "GptOssForSequenceClassification",
     "llama": "LlamaForSequenceClassification",
     "mistral": "MistralForSequenceClassification",
+    "mixtral": "MixtralForSequenceClassification",
     "olmo2": "Olmo2ForSequenceClassification",
     "olmo3": "Olmo3ForSequenceClassification",
     "phi3": "Phi3ForSequenceClassification",

@@ -1,8 +1,10 @@
 """Store the state of a command in a file of its output directory. The same command resumes from it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,8 +30,14 @@ class Resumable:
     settings: dict[str, Any]
 
     @classmethod
-    def read(cls, directory: Path, settings: dict[str, Any]) -> Self:
+    def read(
+        cls, directory: Path, settings: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> Self:
         """Read the state of an earlier command; without one, return the initial state.
+
+        Args:
+            defaults: values, in earlier commands, of settings that are newer than their file. A newer setting without
+                one can have any value.
 
         Raises:
             UserError: the file is damaged, the earlier command had other settings, or the directory has other files.
@@ -43,10 +51,10 @@ class Resumable:
             state = TypeAdapter(cls).validate_python(read_json(path))
         except (OSError, ValueError, ValidationError):
             raise UserError(f"{path} is damaged", HINT) from None
-        # An option that is newer than the file had its default value.
-        changed = [name for name, value in settings.items() if state.settings.get(name, value) != value]
+        before = {**settings, **defaults, **state.settings}
+        changed = [name for name, value in settings.items() if before[name] != value]
         if changed:
-            lines = [f"--{name} was {state.settings[name]}, now {settings[name]}" for name in changed]
+            lines = [f"--{name} was {before[name]}, now {settings[name]}" for name in changed]
             raise UserError(f"--output_dir {directory} has results with other settings: {'; '.join(lines)}", HINT)
         return state
 

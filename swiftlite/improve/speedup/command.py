@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +58,8 @@ def run(args: SpeedupArgs) -> None:
     settings = {name: value for name, value in asdict(args).items() if name not in NOT_SETTINGS}
     check_writable("--output_dir", directory)
     with only_run_in(directory):
-        progress = Progress.read(directory, settings)
+        defaults = {option.name: option.default for option in fields(args) if option.default is not MISSING}
+        progress = Progress.read(directory, settings, defaults)
         if not progress.rounds:
             _check_rows(rows.largest_round())
         progress.preparation += round(time.monotonic() - start, 1)

@@ -33,6 +33,13 @@ def test_other_settings_are_named(tmp_path):
         Progress.read(tmp_path, SETTINGS | {"seed": 1})
 
 
+def test_a_setting_that_is_newer_than_the_file_had_its_default(tmp_path):
+    Progress(SETTINGS).write(tmp_path)
+    assert Progress.read(tmp_path, SETTINGS | {"drafter": "mtp"}, {"drafter": "mtp"}).settings == SETTINGS
+    with pytest.raises(UserError, match=naming("--drafter mtp dspark")):
+        Progress.read(tmp_path, SETTINGS | {"drafter": "dspark"}, {"drafter": "mtp"})
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": {}, "rounds": "many"}', '{"rounds": []}'])
 def test_a_damaged_file_is_named(tmp_path, content):
     (tmp_path / Progress.FILE).write_text(content)
