@@ -176,6 +176,7 @@ REASONS = {
     "qwen3_moe": "experts",
     "gpt_oss": "experts",
     "minimax_m2": "experts",
+    "mixtral": "experts",
     "qwen2_5_vl": "top",
     "qwen3_vl": "top",
     "qwen3_vl_moe": "top",

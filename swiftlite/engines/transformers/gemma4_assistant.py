@@ -128,7 +128,7 @@ class AssistantCandidateGenerator(MtpCandidateGenerator):
         (assistant,), (cache,) = self._heads, self._caches
         new = model_outputs.hidden_states[-1][:, : input_ids.shape[1] - 1 - cache.get_seq_length()]
         assistant.remember(new, cache, self._decoder.rotary_emb)
-        hidden = assistant.network.config.backbone_hidden_size
+        hidden = assistant.network.post_projection.out_features
         state, ids = new[:, -1:, :hidden], input_ids
         drawn_from: list[torch.Tensor] = []
         for _ in range(self._num_tokens):
