@@ -1,4 +1,4 @@
-"""Test assistants of Gemma 4 from training to engines: vLLM without plugins counts what a reference counts."""
+"""Test assistants of Gemma 4 from training to engines: vLLM counts what a reference counts, also without plugins."""
 
 import importlib.util
 import json
@@ -14,6 +14,7 @@ from transformers import Gemma4AssistantForCausalLM
 from tests.e2e.conftest import Commands
 from tests.e2e.test_eagle3 import exported
 from tests.e2e.test_stock_drafts import NEW_TOKENS, HostWithoutPlugins, check_counts, counts_of_transformers, report_of
+from tests.e2e.vllm_here import serve
 from tests.engines.gemma4_assistant_reference import (
     LAYERS,
     AssistantReference,
@@ -53,6 +54,8 @@ def test_counts_of_vllm_without_plugins(vllm_host, tmp_path, mesh):
     counts = check_counts(vllm_host, reference, directory, prompts, 3, DRAFT_CLASS)
     report = vllm_host.call(partial(report_of, directory))
     assert (report.problems, report.draft) == ([], DRAFT_CLASS)
+    with_plugin = vllm_host.call(partial(serve, directory, prompts, NEW_TOKENS, 3)).counts
+    assert (with_plugin.drafts, with_plugin.accepted_per_position) == (counts.drafts, counts.accepted_per_position)
     reference.assistant.config.text_config.sliding_window += 1
     assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
 

@@ -14,7 +14,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModalEmbeddings
 
 from swiftlite.engines.loading.head_weights import Trunk, Weights
 from swiftlite.engines.loading.plugin_classes import class_of
-from swiftlite.engines.vllm.models import Gemma3MTPModel, Gemma4MTPModel, MtpDraft, Qwen3MoeMTPModel
+from swiftlite.engines.vllm.models import Gemma3MTPModel, Gemma4HeadMTPModel, MtpDraft, Qwen3MoeMTPModel
 from swiftlite.engines.vllm.plugin import PLUGIN_DRAFTS
 from swiftlite.families.wrapped import text_name
 
@@ -78,7 +78,7 @@ class Gemma3ImageMTPModel(ScaledImageDraft, Gemma3MTPModel):
     """MTP draft model for Gemma 3 with a vision tower."""
 
 
-class Gemma4ImageMTPModel(ScaledImageDraft, Gemma4MTPModel):
+class Gemma4ImageMTPModel(ScaledImageDraft, Gemma4HeadMTPModel):
     """MTP draft model for Gemma 4 with its towers."""
 
 

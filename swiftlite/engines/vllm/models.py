@@ -474,7 +474,7 @@ class Gemma4Layer(gemma4.Gemma4DecoderLayer):
         return super().forward(positions, hidden_states, residual=None)[0]
 
 
-class Gemma4MTPModel(Gemma3MTPModel):
+class Gemma4HeadMTPModel(Gemma3MTPModel):
     """MTP draft model for Gemma 4. Its layers see all tokens, like the trunk's layers without a window."""
 
     norm_class = RMSNorm

@@ -20,7 +20,6 @@ from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 from swiftlite.families.models.qwen3_moe import mixture
-from swiftlite.families.serving import vllm
 from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
 from swiftlite.families.wrapped import nested
 
@@ -152,13 +151,15 @@ def _outside(hf_config: HfConfig) -> Outside:
     )
 
 
+_TEXT_CLASSES = PluginClasses("Gemma4ForCausalLM", trunk="gemma4:Gemma4ForCausalLM")
 GEMMA4_TEXT = Family(
     name="gemma4_text",
     check=_check,
     layer=_layer,
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
-    serving=Serving(vllm=vllm.plugin(PluginClasses("Gemma4ForCausalLM", trunk="gemma4:Gemma4ForCausalLM"))),
+    # In vLLM, Gemma4MTPModel is the architecture of assistants.
+    serving=Serving(vllm=Convention("Gemma4HeadMTPModel", classes=_TEXT_CLASSES)),
     tiny={
         "sliding_window": 8,
         "global_head_dim": 64,
