@@ -89,10 +89,10 @@ class MtpArgs:
     embedding, the output layer and the heads."""
     drafter: str | None = None
     """With heads_only: train another drafter instead of MTP heads: eagle3, eagle3.1 (normalized features and states,
-    for more draft tokens), the block drafters dflash and dspark (each draft token depends on the previous one), or
-    gemma4_assistant, which reads keys of a Gemma 4. --mtp_unroll is its number of draft tokens. The export has it in
-    the folder draft/, from which vLLM drafts without swiftlite's plugin, except for dspark on a CPU. Default: the
-    drafter of the checkpoint."""
+    for more draft tokens), the block drafter dflash, dspark (a block drafter whose draft tokens depend on the previous
+    one), or gemma4_assistant, which reads keys of a Gemma 4. --mtp_unroll is its number of draft tokens. The export
+    has it in the folder draft/, from which vLLM drafts without swiftlite's plugin, except for dspark on a CPU. Default:
+    the drafter of the checkpoint."""
     drafter_layers: bounds.DrafterDepth | None = None
     """With --drafter dflash or dspark: number of its decoder layers. Published drafters have 5. Default: that of the
     checkpoint, or 1."""
@@ -455,7 +455,7 @@ class IndexerArgs:
     indexer_mode: IndexerMode = "frozen"
     """Training of the indexers of sparse attention (DSA), which select the tokens that each token sees. frozen: they
     are not trained. joint: they are trained with the model, by their own loss over the selected tokens. indexer_only:
-    only indexers are trained, with attention to all tokens, as before the first training with sparse attention."""
+    only indexers are trained, with attention to all tokens (dense warm-up)."""
     indexer_loss_coeff: bounds.PositiveFloat = 1.0
     """Weight of the loss of indexers, which is a mean over tokens and a sum over layers. It has no gradient with
     respect to the rest of the model."""

@@ -9,6 +9,7 @@ from swiftlite.data.image_sizes import ImageSizes
 from swiftlite.families import dense
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.dense import refuse
+from swiftlite.families.drafters import is_published
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.models.deepseek_v32 import DEEPSEEK_V32
@@ -109,6 +110,11 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     family = find(hf_config)
     if family is None:
         where = Path(hf_dir or ".") / "config.json"
+        if is_published(hf_config):
+            raise UserError(
+                f"{where}: {hf_config['model_type']} is a drafter, not a model",
+                "give its trunk with --model; to train the drafter, add --mtp_graft_from with its directory",
+            )
         raise UserError(
             f"{where}: model_type {hf_config.get('model_type')!r} is not supported",
             f"supported: {', '.join(FAMILIES)}; docs/en/add-a-family.md shows how to add one",

@@ -33,8 +33,9 @@ READ_OTHERWISE = "swiftlite.gguf.read:read_otherwise"
 """Function that returns what transformers does not read from a file."""
 FORMAT = 3
 """Number of the conversion, part of the name of a directory."""
-_KEYS = ("swiftlite.config", ".nextn_predict_layers")
-"""Ends of keys of metadata of the files that `READER` reads: those of swiftlite, and those with MTP heads."""
+_KEYS = ("swiftlite.config", ".nextn_predict_layers", ".target_layers")
+"""Ends of keys of metadata of the files that `READER` reads: those of swiftlite, those with MTP heads, and those of
+drafters, which it refuses."""
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers requires to read GGUF files."""
 

@@ -146,6 +146,10 @@ def test_stages_of_other_models(sparse, model, option):
         (replace(SFT, model="sparse", indexer_mode="indexer_only", **HEADS), "indexer_only --mtp_mode heads_only"),
         (DpoArgs(model="sparse", indexer_mode="indexer_only", **FILES), "indexer_only"),
         (replace(SFT, model="sparse", indexer_mode="indexer_only", moe_router_bias_update_rate=0.1), "indexer_only"),
+        (
+            replace(SFT, model="sparse", indexer_mode="indexer_only", moe_aux_loss_coeff=0.1),
+            "indexer_only --moe_aux_loss_coeff",
+        ),
         (replace(SFT, model="sparse", indexer_mode="indexer_only", mtp_num_layers=1, mtp_init="random"), "random"),
         (
             replace(SFT, model="sparse", max_length=TOPK, indexer_mode="joint", **UNROLLED | {"mtp_mode": "joint"}),

@@ -15,6 +15,8 @@ from swiftlite.plan.heads import heads_of, mtp_init_of
 from swiftlite.plan.layout import decoder_layers_per_stage, layout_beside, layout_of, layout_problems
 from swiftlite.rules import common
 
+_OF_ROUTERS = ("moe_router_bias_update_rate", "moe_aux_loss_coeff")
+
 
 def indexers_can_be_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     architecture = facts.architecture
@@ -23,7 +25,9 @@ def indexers_can_be_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     flag = f"--indexer_mode {args.indexer_mode}"
     heads, init = heads_of(args, facts.heads), mtp_init_of(args, facts.heads)
     if architecture.index_topk is None:
-        problem = f"{flag} requires a model with indexers, which model_type {facts.hf_config['model_type']!r} has not"
+        problem = (
+            f"{flag} requires a model with indexers, which model_type {facts.hf_config['model_type']!r} does not have"
+        )
         yield problem, "remove --indexer_mode"
     elif args.tuner_type == "lora":
         yield f"{flag} does not support --tuner_type lora", "use --tuner_type full, or remove --indexer_mode"
@@ -33,8 +37,8 @@ def indexers_can_be_trained(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         yield f"{flag} is only supported in megatron sft and pt", "use one of them, or --indexer_mode joint"
     elif args.indexer_mode == "indexer_only" and heads.layers and init not in ("checkpoint", "graft"):
         yield f"{flag} does not train the new heads of --mtp_init {init}", "train heads in another run"
-    elif args.indexer_mode == "indexer_only" and common.changed(args, ("moe_router_bias_update_rate",)):
-        yield f"{flag} cannot be combined with --moe_router_bias_update_rate", "remove one of the two"
+    elif args.indexer_mode == "indexer_only" and (changed := common.changed(args, _OF_ROUTERS)):
+        yield f"{flag} trains no routers, so --{changed[0]} does not apply", "remove one of the two"
     elif heads.layers and heads.unroll > 1:
         yield (
             f"{flag}: the indexers of heads are not trained with --mtp_unroll",
@@ -93,7 +97,7 @@ def _stage_problems(layout: ParallelLayout, architecture: Architecture, why: str
         yield (
             f"{flag}: a stage starts with layer {wrong[0]} (from 0), which uses the selection of an earlier layer, and "
             f"{why}",
-            f"use --pipeline_model_parallel_layout with stages that start with one of the layers "
+            f"use --pipeline_model_parallel_layout with stages that start with these layers: "
             f"{', '.join(map(str, own))}; or {shorter}",
         )
 
