@@ -4,6 +4,8 @@ It was published without MTP heads. Published models have no sliding window, whi
 0.5.23 reads only the base of rotary embeddings.
 """
 
+from dataclasses import replace
+
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
@@ -64,7 +66,7 @@ MIXTRAL = Family(
     memory_names={"block_sparse_moe.": "mlp."},
     serving=Serving(
         vllm=vllm.plugin(_CLASSES),
-        sglang=sglang.plugin(_CLASSES),
+        sglang=sglang.plugin(replace(_CLASSES, trunk_base="SharingTrunk")),
     ),
     tiny={"num_local_experts": 4, "num_experts_per_tok": 2},
 )
