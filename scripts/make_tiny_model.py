@@ -143,7 +143,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
     # Layers with full attention have larger heads, as in published models.
-    "gemma4_text": FAMILIES["gemma4_text"].tiny | {"global_head_dim": 128},
+    "gemma4_text": {**FAMILIES["gemma4_text"].tiny, "global_head_dim": 128},
     "olmo3": {"sliding_window": 16},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
     "qwen3_next": WITH_SHARED | LINEAR,
