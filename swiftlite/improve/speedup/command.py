@@ -196,6 +196,12 @@ class _Speedup:
             used = f"{progress.spent / 60:.0f} minutes of --budget {self._args.budget} are used"
             logger.info("--drafter auto: MTP heads, because %s, and %s is not trained", used, CANDIDATE)
             return False
+        if not is_complete(training, progress):
+            progress.candidate_rounds = len(rounds)
+        elif progress.candidate_rounds < len(rounds):
+            logger.warning(
+                "%s was trained on the answers of %d of %d rounds", CANDIDATE, progress.candidate_rounds, len(rounds)
+            )
         self._run(training)
         shutil.rmtree(self._directory / CANDIDATE / "states", ignore_errors=True)
         progress.candidate = _accepted(self._directory, CANDIDATE)[ALL]

@@ -20,6 +20,7 @@ class Progress(Resumable):
         acceptance: accepted drafts per position on the held-out prompts, by name of the heads: "model" for the heads of
             --model, "round-1" for those of the first round.
         candidate: accepted drafts per position of another drafter than that of the rounds; empty without one.
+        candidate_rounds: number of rounds on whose answers it was trained.
         preparation: seconds before the first step of each attempt, such as those of the conversion of a GGUF file.
     """
 
@@ -29,6 +30,7 @@ class Progress(Resumable):
     unfinished: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, list[float]] = field(default_factory=dict)
     candidate: list[float] = field(default_factory=list)
+    candidate_rounds: int = 0
     preparation: float = 0.0
 
     def repeat(self, step: str) -> None:

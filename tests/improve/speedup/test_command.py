@@ -113,7 +113,7 @@ def test_another_concurrency_runs_only_bench_again(complete, monkeypatch):
 
 
 @pytest.mark.parametrize(("speed", "is_faster"), [(50.0, True), (10.0, False)])
-def test_the_faster_of_two_drafters_is_recommended(complete, capsys, speed, is_faster):
+def test_the_faster_of_two_drafters_is_recommended(complete, capsys, caplog, speed, is_faster):
     directory = Path(complete.output_dir)
     args = replace(complete, drafter="auto", budget="45m")
     progress = json.loads((directory / "speedup.json").read_text())
@@ -138,6 +138,7 @@ def test_the_faster_of_two_drafters_is_recommended(complete, capsys, speed, is_f
     assert has_line(printed, "dspark 40.0% 30.0% 20.0% 10.0% 5.0%")
     assert has_line(printed, "round-1 50.0% 25.0% 10.0%")
     assert has_line(printed, "swiftlite deploy --model dspark/hf") is is_faster
+    assert has_line(caplog.text, "dspark 0 of 1 rounds")  # as after a larger budget
 
 
 def test_a_small_budget_has_no_second_drafter(complete, capsys, caplog):
