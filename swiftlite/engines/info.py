@@ -90,8 +90,9 @@ class EngineInfo:
         read_speculative_config: function that returns the speculative options that the user set in a command's options,
             under the engine's names; it returns None if the user set none.
         rules: functions that yield (problem, hint) for invalid options.
-        server: name of the function that returns a `ServerCommand`; its arguments are `DeployArgs`, an `HfModel`,
-            whether the server drafts, and a `DraftSchedule` or None. If "", `deploy` does not support the engine.
+        server: name of the function that returns a `ServerCommand`, in which `--port` precedes the port; its arguments
+            are `DeployArgs`, an `HfModel`, whether the server drafts, and a `DraftSchedule` or None. If "", `deploy`
+            does not support the engine.
         client: name of the `Client` class that `bench` uses. If "", `bench` does not support the engine.
         metrics_prefix: prefix of the names of the engine's metrics in /metrics of its server, which identifies the
             engine; "" if the engine has no server.

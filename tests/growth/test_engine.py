@@ -146,11 +146,11 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     if schedule is not None:
         raise UserError("plain drafts as many tokens at every load", "leave --draft_schedule out")
     num_tokens = (args.num_speculative_tokens or 1) if drafts else 0
-    words = [sys.executable, "-m", HERE, "serve", str(model.directory.absolute()), str(args.port), str(num_tokens)]
-    return ServerCommand(words, {"PYTHONPATH": str(ROOT)})
+    words = [sys.executable, "-m", HERE, "serve", str(model.directory.absolute()), str(num_tokens)]
+    return ServerCommand([*words, "--port", str(args.port)], {"PYTHONPATH": str(ROOT)})
 
 
-def serve(directory: str, port: str, num_tokens: str) -> None:
+def serve(directory: str, num_tokens: str, _: str, port: str) -> None:
     """Answer each POST request with one event: the tokens, and their draft counts."""
     engine = PlainEngine(EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=int(num_tokens)))
 
