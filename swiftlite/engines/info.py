@@ -18,7 +18,7 @@ from swiftlite.base.heads import MTP, kind_of
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.families import Family
-from swiftlite.families.drafters import DRAFTERS, with_drafter
+from swiftlite.families.drafters import DRAFTERS, DrafterOptions, with_drafter
 from swiftlite.runtime.environment import has_bfloat16_instructions, sees_gpu
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class EngineInfo:
         """
         if Quantization.of(hf_config) is not None:
             return "it does not support quantized models"
-        declared = with_drafter(hf_config, drafter)
+        declared = with_drafter(hf_config, DrafterOptions(drafter))
         kind = DRAFTERS[kind_of(declared)]
         if kind_of(declared) not in self.drafters:
             return f"{self.label} does not support it"
