@@ -177,7 +177,9 @@ def _sources(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str
 def _problems(hf_config: HfConfig) -> list[str]:
     declared, problems = hf_config[DRAFTER_KEY], []
     features, layers, mask = (declared.get(key) for key in (FEATURES_KEY, LAYERS_KEY, MASK_KEY))
-    if not features:
+    if hf_config.get("num_hidden_layers") == 1:
+        problems.append("it requires a model with two decoder layers or more")
+    elif not features:
         problems.append(f"{FEATURES_KEY} is missing")
     elif isinstance(features, list) and features[0] == 0:
         problems.append(f"{FEATURES_KEY} has layer 0, whose input is the embedding")
