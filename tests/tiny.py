@@ -23,6 +23,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -58,6 +60,7 @@ _OWN_CLASSES: dict[str, tuple[type, type]] = {
     "exaone4_5": (Exaone4Config, Exaone4ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
+    "gemma4_unified": (Gemma4UnifiedTextConfig, Gemma4UnifiedForCausalLM),
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "kimi_k25": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
@@ -87,7 +90,7 @@ DSA = ("deepseek_v32", "glm_moe_dsa")
 """Families with indexers. vLLM and SGLang compute them on GPUs only."""
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", *DSA)
 STEP = ("step3p5", "step3p7")
-GEMMA4 = ("gemma4", "gemma4_text")
+GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified")
 STACKED_TRUNK = ("qwen3_vl_moe", *GEMMA4)
 """Families with stacks of experts in files of the trunk, and without in those of heads."""
 COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
@@ -95,6 +98,7 @@ COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
 WRAPPED = (
     "exaone4_5",
     "gemma4",
+    "gemma4_unified",
     "step3p7",
     "qwen3_5",
     "qwen3_5_moe",
@@ -594,6 +598,7 @@ ARCHITECTURES = {
     "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -618,6 +623,7 @@ def carried_tensors(family: str) -> dict[str, torch.Tensor]:
 
 
 VISUAL_PREFIX = dict.fromkeys(WRAPPED, "model.visual.") | {"qwen2_5_vl": "visual.", "gemma4": "model.vision_tower."}
+VISUAL_PREFIX |= {"gemma4_unified": "model.vision_embedder."}
 VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.") | {"step3p7": "vision_model."}
 """Prefixes of the vision tower's tensors in these families' files."""
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.errors import clip
-from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP, OWN_CONFIG_KEY
+from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, GEMMA4_ASSISTANTS, MTP, OWN_CONFIG_KEY
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families import dflash, eagle3, gemma4_assistant, mtp_features
 from swiftlite.families.drafter import Drafter, sources_of_head
@@ -40,6 +40,9 @@ DRAFTERS: dict[str, Drafter] = {
     gemma4_assistant.KIND: gemma4_assistant.ASSISTANT,
 }
 
+_PUBLISHED = dict.fromkeys(GEMMA4_ASSISTANTS, gemma4_assistant.ASSISTANT)
+"""Drafters with a function `published`, by the `model_type` of the config.json in a directory of their own."""
+
 SERVED = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.own_config))
 """The kinds with which vLLM and transformers draft."""
 
@@ -54,8 +57,8 @@ NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
 
 def is_published(own_config: HfConfig) -> bool:
     """Return whether a config.json is that of a drafter that is published in a directory of its own."""
-    kind = own_config.get("model_type")
-    return isinstance(kind, str) and kind in DRAFTERS and DRAFTERS[kind].published is not None
+    model_type = own_config.get("model_type")
+    return isinstance(model_type, str) and model_type in _PUBLISHED
 
 
 def with_drafter(
@@ -80,7 +83,7 @@ def with_drafter(
     if not all(isinstance(size, int) for size in sizes):  # which a rule reports
         return dict(hf_config)
     if own is not None:
-        published = DRAFTERS[own[OWN_CONFIG_KEY]["model_type"]].published
+        published = _PUBLISHED[own[OWN_CONFIG_KEY]["model_type"]].published
         assert published is not None
         return {**hf_config, DRAFTER_KEY: published(own, hf_config)}
     if name is not None:

@@ -282,6 +282,7 @@ OWN_READ = {
     },
 }
 OF_WRAPPERS = {"exaone4_5": "exaone4", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "step3p7": "step3p5"}
+OF_WRAPPERS |= {"gemma4_unified": "gemma4_text"}
 for _wrapper, _text in OF_WRAPPERS.items():
     OWN_NEUTRAL[_wrapper], OWN_READ[_wrapper] = OWN_NEUTRAL[_text], OWN_READ[_text]
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
@@ -355,6 +356,7 @@ OWN_CONFIG["gemma4_text"] = {
 }
 OWN_CONFIG["exaone4_5"] = OWN_CONFIG["exaone4"]
 OWN_CONFIG["gemma3"] = OWN_CONFIG["gemma3_text"]
+OWN_CONFIG["gemma4_unified"] = OWN_CONFIG["gemma4_text"]
 OWN_CONFIG["gemma4"] = {key: value for key, value in OWN_CONFIG["gemma4_text"].items() if not key.startswith("het")}
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
@@ -785,6 +787,8 @@ REFUSED = [
     ("gemma4", "enable_moe_block", False),
     ("gemma4", "num_experts", None),
     ("gemma4", "top_k_experts", 1),
+    ("gemma4_unified", "enable_moe_block", True),
+    ("gemma4_unified", "num_experts", 4),
     ("gemma4_text", "final_logit_softcapping", 0),
     ("gemma4_text", "hidden_activation", "gelu"),
     ("gemma4_text", "hidden_size_per_layer_input", 256),

@@ -20,6 +20,7 @@ from tests.tiny import (
     CLASSES,
     COPIED_TOWER,
     DSA,
+    GEMMA4,
     HEADS_WITH_COPIES,
     STACKED_TRUNK,
     VISION_TOWERS,
@@ -70,7 +71,7 @@ HEADS = {
 }
 """Families that are published with MTP heads, here with one. The config.json of MiMo-V2-Flash declares none of its
 three."""
-VISION_LANGUAGE = {"gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+VISION_LANGUAGE = {"gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 """Families whose language model transformers has only together with the vision tower."""
 ZERO_CENTERED = {"gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5"}
 """Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
@@ -219,7 +220,7 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
         shapes |= {block + name: shape for name, shape in inner.items()}
         if kind in WITH_OWN_OUTPUT:
             shapes[output_name(block)] = (config.vocab_size, hidden)
-    if kind in (*COPIED_TOWER, "gemma4"):
+    if kind in (*COPIED_TOWER, *GEMMA4):
         shapes |= {name: tuple(tensor.shape) for name, tensor in copied_tower(raw).items()}
     elif kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
@@ -234,9 +235,9 @@ def copied_tower(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of the tower and its projector, by their names in files."""
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
-    if raw["model_type"] == "gemma4":
+    if raw["model_type"] in GEMMA4:
         return {
-            name: tensor
+            _published_name(raw["model_type"], name): tensor
             for name, tensor in whole.state_dict().items()
             if not name.startswith(("model.language_model.", "lm_head."))
         }
@@ -244,6 +245,15 @@ def copied_tower(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if raw["model_type"] == "gemma3":
         held = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in held.items()}
     return {name: tensor for name, tensor in held.items() if not name.startswith(("language_model.", "lm_head."))}
+
+
+def _published_name(kind: str, name: str) -> str:
+    """Return the name in files of a tensor of the towers of Gemma 4; the 12B has other modules in transformers."""
+    if kind != "gemma4_unified" or ".embed_audio." in name:
+        return name
+    if ".multimodal_embedder." in name:
+        return name.replace(".multimodal_embedder.", ".")
+    return name.replace(".embed_vision.", ".vision_embedder.")
 
 
 def _config_of(kind: str, raw: Mapping[str, Any]) -> Any:

@@ -58,6 +58,16 @@ def test_what_is_accepted(gemma, options):
     rules.check(dataclasses.replace(SFT, **options), 1)
 
 
+def test_an_assistant_of_the_12b_is_the_class_of_the_12b(gemma):
+    """Both model types of assistants are read, whatever the trunk."""
+    config = gemma4_assistant.declaration(TRUNK | {"model_type": "gemma4_unified"})["config"]
+    assert config["model_type"] == "gemma4_unified_assistant"
+    assert config["text_config"]["model_type"] == "gemma4_unified_text"
+    write("trunk", {"model_type": "gemma4_unified", "text_config": TRUNK})
+    write("assistant", config)
+    rules.check(dataclasses.replace(SFT, **GRAFT), 1)
+
+
 @pytest.mark.parametrize("options", [GRAFT, NEW])
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),

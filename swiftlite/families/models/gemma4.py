@@ -5,27 +5,28 @@ Values are normalized, and in full attention can be the projected keys. Attentio
 behind attention and MLP, and each layer multiplies its output by a number. In 26B-A4B, experts are computed next to the
 MLP. Embeddings are multiplied by the square root of their size. Logits have a cap. MTP heads have full attention.
 
-`gemma4` are the models with towers for images and sound. Per-layer embeddings and shared keys and values, which E2B and
-E4B have, are not supported.
+`gemma4` are the models with towers for images and sound, `gemma4_unified` is the 12B, which projects patches of images
+and frames of sound without a tower. Per-layer embeddings and shared keys and values, which E2B and E4B have, are not
+supported.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.gemma4_layers import INTERVAL, kinds_of_layers, of_full_layers
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 from swiftlite.families.models.qwen3_moe import mixture
+from swiftlite.families.serving import vllm
 from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
 from swiftlite.families.wrapped import nested
 
 _BASES: windows.Bases = {windows.WINDOW: (None, 10_000.0), windows.FULL: (None, 1_000_000.0)}
 _ACTIVATION = "gelu_pytorch_tanh"
-_INTERVAL = 6
 _NAMES = {"mlp.gate.": "router.proj.", "mlp.experts.": "experts."}
 # Keys whose defaults in transformers are not derived from other keys, or differ between programs.
 _STATED = ("head_dim", "num_key_value_heads")
@@ -35,23 +36,7 @@ _OF_E_MODELS = {"hidden_size_per_layer_input": (0, None), "num_kv_shared_layers"
 
 def _full_layers(hf_config: HfConfig) -> list[str]:
     """Return the numbers of layers with full attention, as keys of `per_layer_config`."""
-    kinds = windows.layer_types(hf_config, _INTERVAL)
-    return [str(number) for number, kind in enumerate(kinds) if kind == windows.FULL]
-
-
-def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
-    """Return settings of layers with full attention that differ from those at the top level.
-
-    transformers since 5.19 writes `per_layer_config` instead of the keys of published files.
-    """
-    stated = hf_config.get("per_layer_config")
-    if isinstance(stated, dict):
-        own = stated.get(_full_layers(hf_config)[0])
-        return own if isinstance(own, dict) else {}
-    found = {"head_dim": hf_config.get("global_head_dim")}
-    if hf_config.get("attention_k_eq_v"):
-        found["num_key_value_heads"] = hf_config.get("num_global_key_value_heads")
-    return {key: value for key, value in found.items() if value is not None}
+    return [str(number) for number, kind in enumerate(kinds_of_layers(hf_config)) if kind == windows.FULL]
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -59,7 +44,7 @@ def _check(hf_config: HfConfig) -> None:
     problems += windows.problems_of(
         hf_config,
         _BASES,
-        _INTERVAL,
+        INTERVAL,
         takes_proportional=True,
         hidden_activation=(_ACTIVATION,),
         hidden_act=(_ACTIVATION, None),
@@ -79,11 +64,18 @@ def _check(hf_config: HfConfig) -> None:
     dense.refuse(hf_config, problems)
 
 
+def _check_unified(hf_config: HfConfig) -> None:
+    # transformers' class has neither; vLLM would make them of these keys.
+    has_more = [key for key in ("enable_moe_block", "num_experts") if hf_config.get(key)]
+    dense.refuse(hf_config, [f"{key} {hf_config[key]!r} is not supported for the 12B" for key in has_more])
+    _check({"hidden_size_per_layer_input": 0, **hf_config})
+
+
 def _layer_problems(hf_config: HfConfig) -> list[str]:
-    last = windows.layer_types(hf_config, _INTERVAL)[-1]
+    last = kinds_of_layers(hf_config)[-1]
     if last != windows.FULL:
         return [f"layer_types: the last layer is {last!r}; transformers would make it {windows.FULL!r}"]
-    stated, of_full = hf_config.get("per_layer_config"), _of_full_layers(hf_config)
+    stated, of_full = hf_config.get("per_layer_config"), of_full_layers(hf_config)
     if stated is not None and stated != dict.fromkeys(_full_layers(hf_config), of_full):
         return [f"per_layer_config differs between the layers with {windows.FULL!r}, or has others"]
     known = {"head_dim", "num_key_value_heads"}
@@ -109,10 +101,10 @@ def _expert_problems(hf_config: HfConfig) -> list[str]:
 
 
 def _attention(hf_config: HfConfig, number: int) -> GroupedQueryAttention:
-    is_full = windows.layer_types(hf_config, _INTERVAL)[number] == windows.FULL
-    own = _of_full_layers(hf_config) if is_full else {}
+    is_full = kinds_of_layers(hf_config)[number] == windows.FULL
+    own = of_full_layers(hf_config) if is_full else {}
     return replace(
-        windows.attention({**hf_config, **own}, number, _INTERVAL),
+        windows.attention({**hf_config, **own}, number, INTERVAL),
         scale=1.0,
         keys_are_values=is_full and bool(hf_config.get("attention_k_eq_v")),
         value_norm=True,
@@ -138,7 +130,7 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 def _outside(hf_config: HfConfig) -> Outside:
     plain = dense.outside(hf_config)
-    of_full = {**hf_config, **_of_full_layers(hf_config)}
+    of_full = {**hf_config, **of_full_layers(hf_config)}
     return replace(
         plain,
         is_tied=hf_config.get("tie_word_embeddings", True),
@@ -184,4 +176,15 @@ GEMMA4 = nested(
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
+)
+_UNIFIED = "Gemma4UnifiedForConditionalGeneration"
+GEMMA4_UNIFIED = nested(
+    GEMMA4_TEXT,
+    "gemma4_unified",
+    Serving(
+        vllm=vllm.plugin(PluginClasses(_UNIFIED, f"gemma4_unified:{_UNIFIED}", draft_base="Gemma4ImageMTPModel")),
+        transformers="swiftlite.engines.transformers.language_models:gemma4_unified",
+    ),
+    check=_check_unified,
+    tiny={key: value for key, value in GEMMA4_TEXT.tiny.items() if key != "hidden_size_per_layer_input"},
 )
