@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, GEMMA4_ASSISTANT, OWN_CONFIG_KEY
 from swiftlite.bridge.hf_config import OWN_PREFIXES
-from swiftlite.bridge.join import COPY, PadEnd
+from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.drafter import Drafter
-from swiftlite.families.gemma4_layers import kinds_of_layers, of_full_layers
+from swiftlite.families.gemma4_layers import key_layers, kinds_of_layers, of_full_layers
 from swiftlite.families.layer import Layer
 from swiftlite.families.layer_types import FULL, WINDOW
 from swiftlite.families.mlp import Mlp
@@ -111,9 +111,9 @@ def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _read_layers(hf_config: HfConfig) -> list[int]:
-    """Return the numbers of the trunk's layers whose keys and values assistants read: the last one of each kind."""
-    last = {kind: number for number, kind in enumerate(kinds_of_layers(hf_config))}
-    return sorted(last.values())
+    """Return the numbers of the trunk's layers whose keys and values assistants read: those of the last one of each
+    kind."""
+    return sorted(dict(zip(kinds_of_layers(hf_config), key_layers(hf_config), strict=True)).values())
 
 
 def text_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -123,14 +123,21 @@ def text_config(hf_config: HfConfig) -> dict[str, Any]:
 
 def layers_of(architecture: Architecture, hf_config: HfConfig) -> list[Layer]:
     """Return the decoder layers of the assistant. Their attention is that of the layers whose keys they read, with
-    other queries; keys and values, which it has as well, are not computed."""
+    other queries."""
     text, read_layers = text_config(hf_config), hf_config[DRAFTER_KEY][FEATURES_KEY]
     mlp = Mlp(text["hidden_size"], text["intermediate_size"], activation=_ACTIVATION)
     layers = []
     for index in features_read(hf_config):
-        read: Any = architecture.layers[read_layers[index]].attention
-        window = None if read.window is None else text["sliding_window"]
-        own = replace(read, hidden=text["hidden_size"], heads=text["num_attention_heads"], window=window)
+        number = read_layers[index]
+        read: Any = architecture.layers[number].attention
+        own = replace(
+            read,
+            hidden=text["hidden_size"],
+            heads=text["num_attention_heads"],
+            window=None if read.window is None else text["sliding_window"],
+            key_layer=number,
+            keeps_keys=False,
+        )
         layers.append(Layer(own, mlp, has_output_norms=True, has_scalar=True))
     return layers
 
@@ -176,22 +183,14 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
         Row("output_layer.weight", embedding, PadEnd()),
     ]
     for number, own in enumerate(layers_of(family.architecture(hf_config), hf_config)):
-        rows += lift(_rows_of_layer(own), f"decoder_layer_{number}.", f"model.layers.{number}.")
+        rows += lift(_trained(own.rows()), f"decoder_layer_{number}.", f"model.layers.{number}.")
     return lift(rows, f"mtp.layers.{layer}.", PREFIX)
 
 
-def _rows_of_layer(layer: Layer) -> list[Row]:
-    """Return the bridge rows of a layer, without keys and values."""
-    rows = []
-    for row in layer.rows():
-        if row.mcore == "self_attention.linear_qkv.weight":
-            query = "self_attn.q_proj.weight"
-            row = replace(row, hf={query: row.hf[query]}, join=COPY)
-        if row.mcore == "layer_scalar":
-            row = replace(row, is_frozen=False)  # that of a new layer is 1, and no copy; buffers are never trained
-        if not row.mcore.endswith("k_layernorm.weight"):
-            rows.append(row)
-    return rows
+def _trained(rows: list[Row]) -> list[Row]:
+    """Return the bridge rows of a layer whose number (`Layer.has_scalar`) is no copy: that of a new layer is 1. Buffers
+    are never trained."""
+    return [replace(row, is_frozen=False) for row in rows]
 
 
 def _problems(hf_config: HfConfig) -> list[str]:

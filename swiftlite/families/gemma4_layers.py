@@ -14,6 +14,19 @@ def kinds_of_layers(hf_config: HfConfig) -> Sequence[str]:
     return layer_types(hf_config, INTERVAL)
 
 
+def key_layers(hf_config: HfConfig) -> list[int]:
+    """Return, for each layer, the number of the layer whose keys and values it reads: its own, or for the last
+    `num_kv_shared_layers` layers that of the last layer of the same kind before them."""
+    kinds, numbers = kinds_of_layers(hf_config), list[int]()
+    first_shared = len(kinds) - (hf_config.get("num_kv_shared_layers") or 0)
+    own: dict[str, int] = {}
+    for number, kind in enumerate(kinds):
+        if number < first_shared:
+            own[kind] = number
+        numbers.append(own.get(kind, number))
+    return numbers
+
+
 def of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
     """Return settings of layers with full attention that differ from those at the top level.
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock as Mcor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.layers.deepstack import Deepstack
+from swiftlite.model.shared_states import SharedStates
 
 
 class _Checkpoint(CheckpointFunction):
@@ -123,27 +124,40 @@ class TransformerBlock(McoreTransformerBlock):
             get_context = get_fp8_context if self.config.fp8 else get_fp4_context
             return get_context(self.config, cast(int, layer.layer_number) - 1)
 
-        # Features of images have gradients, so they are arguments of the checkpoint (see `checkpoint`).
+        # Features of images and shared states have gradients, so they are arguments of the checkpoint (see
+        # `checkpoint`), and keys and values that later layers read are results.
         deepstack: Any = inputs.get("padding_mask")
         features = deepstack.features_SBH if isinstance(deepstack, Deepstack) else ()
+        shared = inputs["attention_mask"] if isinstance(inputs.get("attention_mask"), SharedStates) else None
 
-        def run(layers: torch.nn.ModuleList) -> Callable[..., torch.Tensor]:
-            def forward(hidden_states: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
-                of_layers = dict(inputs)
+        def run(layers: Any, read: SharedStates | None) -> Callable[..., Any]:
+            def forward(hidden_states: torch.Tensor, *others: torch.Tensor) -> Any:
+                of_layers, own = dict(inputs), None
                 if features:
-                    of_layers["padding_mask"] = replace(deepstack, features_SBH=features)
+                    of_layers["padding_mask"] = replace(deepstack, features_SBH=others)
+                if read is not None:
+                    of_layers["attention_mask"] = own = read.with_tensors(others)
                 for layer in layers:
                     with precision(layer):
                         hidden_states, _ = layer(hidden_states=hidden_states, **of_layers)
-                return hidden_states
+                if own is None or read is None:
+                    return hidden_states
+                return hidden_states, *own.new_keys(read)
 
             return forward
 
         step = num_layers if is_uniform else 1
         for start in range(0, len(self.layers), step):
-            forward = run(self.layers[start : start + step])
+            layers: Any = self.layers[start : start + step]
+            read = None if shared is None else shared.for_layers([layer.layer_number - 1 for layer in layers])
+            forward = run(layers, read)
+            others = features if read is None else read.tensors()
             if is_uniform or start < num_layers:
-                hidden_states = checkpoint(self.config, self.tp_group, forward, hidden_states, *features)
+                made: Any = checkpoint(self.config, self.tp_group, forward, hidden_states, *others)
             else:
-                hidden_states = forward(hidden_states, *features)
+                made = forward(hidden_states, *others)
+            hidden_states = made
+            if shared is not None:
+                hidden_states, *keys = made
+                shared.add_keys([layer.layer_number - 1 for layer in layers], keys)
         return hidden_states
