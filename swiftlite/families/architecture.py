@@ -68,6 +68,11 @@ class Outside:
     has_score: bool = False
     own_inputs: int = 0
 
+    @property
+    def own_input_macs(self) -> int:
+        """Multiply-adds per token of the projection to the layers' own inputs."""
+        return self.num_layers * self.own_inputs * self.hidden
+
     def local_vocab(self, rank: Rank) -> int:
         """Return the number of rows of the embedding on a rank, including padding."""
         return -(-self.vocab // rank.tp)
@@ -185,6 +190,11 @@ class Architecture:
         """Number of channels of all different rotary embeddings."""
         channels = {getattr(kind, "rope", None): kind.rotary for kind in self.attentions if kind.rotary}
         return sum(channels.values())
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each decoder layer reads only the output of the layer before."""
+        return not any(self.read_from_before(0).inputs or self.read_from_before(len(self.layers) - 1).keys)
 
     def read_from_before(self, first: int) -> "ReadFromBefore":
         """Return what the decoder layers from number `first` on read of earlier ones, in addition to the state."""

@@ -170,14 +170,20 @@ class AssistantReference(Reference):
         return torch.stack(logits, dim=1)
 
 
-def declare(directory: Path, assistant: dict[str, Any]) -> Path:
-    """Let config.json declare an assistant with this config.json; return the directory."""
+def declare(
+    directory: Path, assistant: dict[str, Any], feature_layers: Sequence[int] = (LAYERS - 2, LAYERS - 1)
+) -> Path:
+    """Let config.json declare an assistant with this config.json; return the directory.
+
+    Args:
+        feature_layers: the last layers of each kind that have keys and values.
+    """
     config = json.loads((directory / "config.json").read_text())
     config.pop("num_nextn_predict_layers", None)
     drafter = {
         "kind": "gemma4_assistant",
         "layers": 1,
-        "feature_layers": [LAYERS - 2, LAYERS - 1],
+        "feature_layers": [*feature_layers],
         "config": assistant,
     }
     (directory / "config.json").write_text(json.dumps({**config, "drafter": drafter}, indent=2))

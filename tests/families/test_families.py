@@ -100,11 +100,7 @@ OWN_NEUTRAL = {
         *OF_GEMMA4_MIXTURE,
         "attention_bias",
         "hidden_activation",
-        "hidden_size_per_layer_input",
-        "num_kv_shared_layers",
         "use_bidirectional_attention",
-        "use_double_wide_mlp",
-        "vocab_size_per_layer_input",  # only with hidden_size_per_layer_input
     },
     "deepseek_v3": OF_DEEPSEEK,
     "kimi_k2": OF_DEEPSEEK,
@@ -212,8 +208,12 @@ OWN_READ = {
         "attention_k_eq_v",
         "final_logit_softcapping",
         "global_head_dim",
+        "hidden_size_per_layer_input",
         "num_global_key_value_heads",
+        "num_kv_shared_layers",
         "sliding_window",
+        "use_double_wide_mlp",
+        "vocab_size_per_layer_input",
     },
     "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), OF_QWEN_MIXTURE | {"num_local_experts"}),
@@ -791,7 +791,8 @@ REFUSED = [
     ("gemma4_unified", "num_experts", 4),
     ("gemma4_text", "final_logit_softcapping", 0),
     ("gemma4_text", "hidden_activation", "gelu"),
-    ("gemma4_text", "hidden_size_per_layer_input", 256),
+    ("gemma4_text", "hidden_size_per_layer_input", -1),
+    ("gemma4_unified", "hidden_size_per_layer_input", 256),
     ("gemma4_text", "num_global_key_value_heads", 3),
     ("gemma4_text", "num_kv_shared_layers", 1),
     ("gemma4_text", "per_layer_config", {}),
@@ -799,7 +800,7 @@ REFUSED = [
     ("gemma4_text", "per_layer_config", {"0": {"head_dim": 8}, "1": {"head_dim": 64}}),
     ("gemma4_text", "per_layer_config", {"1": {"head_dim": 64, "sliding_window": 4}}),
     ("gemma4_text", "use_bidirectional_attention", "all"),
-    ("gemma4_text", "use_double_wide_mlp", True),
+    ("gemma4_text", "use_double_wide_mlp", "yes"),
     ("exaone4", "attention_bias", True),
     ("exaone4", "bias", True),
     ("exaone4", "mlp_bias", True),
@@ -1088,6 +1089,13 @@ def test_sizes_of_heads_of_gemma4():
         assert sizes(config) == [(16, 4, False)] * 5 + [(64, 2, True)]
     config = gemma4_as_published(written.to_dict()) | {"attention_k_eq_v": False}
     assert sizes(config)[-1] == (64, 4, False)
+
+
+def test_embeddings_of_layers_have_the_vocabulary_of_the_model():
+    config = hf_config("gemma4_text") | {"hidden_size_per_layer_input": 16}
+    with pytest.raises(UserError, match=naming("vocab_size_per_layer_input 100 128")):
+        families.get(config | {"vocab_size_per_layer_input": 100})
+    assert families.get(config | {"vocab_size_per_layer_input": 128})
 
 
 def test_gemma4_states_that_it_has_no_embeddings_of_layers():

@@ -51,6 +51,7 @@ _OTHER_SETTINGS = (  # rotary scaling, windows, tied embeddings, storage formats
     "Qwen3.5-35B-A3B",
     "Step-3.5-Flash-FP8",
     "gemma-4-26B-A4B-it",
+    "gemma-4-E2B-it",
     "gemma-4-31B-it-transformers5",
 )
 CHOSEN = (*_ONE_OF_EACH.values(), *_OTHER_SETTINGS)
@@ -206,6 +207,8 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
     if trunk.config.tie_word_embeddings:
         del held["lm_head.weight"]
     shapes = _named(kind, held, stacked=model in STACKED)
+    if kind in GEMMA4:
+        shapes |= _unread_keys(kind, trunk)
     if has_head:
         names, block = mtp_names(kind, 0, config.num_hidden_layers)
         hidden = config.hidden_size
@@ -229,6 +232,17 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             tower = tower_class(config_class(**settings))
         shapes |= {VISUAL_PREFIX[kind] + name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
+    return shapes
+
+
+def _unread_keys(kind: str, trunk: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of keys and values of layers that read those of others, which published files have as well."""
+    shapes, kinds = {}, trunk.config.layer_types
+    for number in range(len(kinds) - trunk.config.num_kv_shared_layers, len(kinds)):
+        source = trunk.model.layers[kinds.index(kinds[number])].self_attn
+        for name in ("k_proj", "v_proj", "k_norm"):
+            key = hub_name(kind, f"model.layers.{number}.self_attn.{name}.weight")
+            shapes[key] = tuple(getattr(source, name).weight.shape)
     return shapes
 
 
@@ -276,7 +290,7 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
         is_added_to_1 = family(model) in ZERO_CENTERED and "linear_attn" not in name
         drawn = 0.2 * drawn + (0.0 if is_added_to_1 else 1.0)
-    elif len(shape) == 1:  # biases, and what linear attention forgets by
+    elif len(shape) <= 1:  # biases, what linear attention forgets by, and limits in towers
         drawn = 0.2 * drawn
     elif "embed_tokens" not in name:
         drawn = drawn / shape[-1] ** 0.5
