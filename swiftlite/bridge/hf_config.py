@@ -27,7 +27,7 @@ DRAFT_FOLDER = "draft"
 """Folder of an export with the heads, or another drafter, as an engine reads a separate draft model."""
 HEADS_FILE = f"{DRAFT_FOLDER}/model-mtp.safetensors"
 """File with the heads of an export that has this folder, under the names of the family. Engines do not read it."""
-OWN_PREFIXES = dict.fromkeys(GEMMA4_ASSISTANTS, "mtp.assistant.")
+OWN_PREFIXES: dict[str, str] = dict.fromkeys(GEMMA4_ASSISTANTS, "mtp.assistant.")
 """By `model_type`: drafters that are published in a directory of their own, and the prefix that the names of their
 tensors get, because they are names of the trunk's tensors as well."""
 _TEXT = "text_config"

@@ -113,7 +113,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class ReadFromBefore:
-    """What decoder layers read of earlier ones, in addition to the state.
+    """Hold what decoder layers read of earlier ones, in addition to the state.
 
     Attributes:
         inputs: numbers of the decoder layers with an input of their own (`Layer.own_input`).
@@ -194,14 +194,17 @@ class Architecture:
     @property
     def is_chain(self) -> bool:
         """Whether each decoder layer reads only the output of the layer before."""
-        return not any(self.read_from_before(0).inputs or self.read_from_before(len(self.layers) - 1).keys)
+        return not (self.outside.own_inputs or self.key_sources)
 
     def read_from_before(self, first: int) -> "ReadFromBefore":
         """Return what the decoder layers from number `first` on read of earlier ones, in addition to the state."""
-        layers = self.layers[first:]
-        sources = {getattr(layer.attention, "key_layer", None) for layer in layers}
-        numbers = range(first, len(self.layers)) if self.outside.own_inputs else range(0)
-        return ReadFromBefore(numbers, sorted(source for source in sources if source is not None and source < first))
+        inputs = range(first, len(self.layers)) if self.outside.own_inputs else range(0)
+        return ReadFromBefore(inputs, [layer for layer in _key_layers(self.layers[first:]) if layer < first])
+
+    @property
+    def key_sources(self) -> list[int]:
+        """Numbers of the decoder layers whose keys and values other layers read."""
+        return _key_layers(self.layers)
 
     @property
     def index_topk(self) -> int | None:
@@ -254,6 +257,12 @@ class Architecture:
         elif any(layer != self.layers[0] for layer in self.layers):
             config["hetereogenous_dist_checkpoint"] = True
         return config
+
+
+def _key_layers(layers: Sequence[Layer]) -> list[int]:
+    """Return the numbers of the layers whose keys and values these layers read, ascending."""
+    numbers = {getattr(layer.attention, "key_layer", None) for layer in layers}
+    return sorted(number for number in numbers if number is not None)
 
 
 def _last_index(items: Sequence[Any], item: Any) -> int:

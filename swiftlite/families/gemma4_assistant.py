@@ -188,8 +188,8 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
 
 
 def _trained(rows: list[Row]) -> list[Row]:
-    """Return the bridge rows of a layer whose number (`Layer.has_scalar`) is no copy: that of a new layer is 1. Buffers
-    are never trained."""
+    """Return the bridge rows of a layer whose number (`Layer.has_scalar`) is not a copy: that of a new layer is 1.
+    Buffers are never trained."""
     return [replace(row, is_frozen=False) for row in rows]
 
 
@@ -206,7 +206,10 @@ def _problems(hf_config: HfConfig) -> list[str]:
         if text.get(key) not in values:
             problems.append(f"{key} {text.get(key)!r} is not supported; it can only be {values[0]!r}")
     if config.get("use_ordered_embeddings"):
-        problems.append("use_ordered_embeddings is not supported, which assistants of E2B and E4B have")
+        problems.append(
+            "use_ordered_embeddings is not supported, which published assistants of E2B and E4B have; "
+            "--drafter gemma4_assistant creates one without it"
+        )
     if not config.get("tie_word_embeddings", True):
         problems.append("tie_word_embeddings is not true")
     for key, found, wanted in (

@@ -305,8 +305,7 @@ def sharing_of(architecture: Architecture, layout: ParallelLayout, per_stage: Se
     Args:
         per_stage: number of decoder layers of each stage.
     """
-    numbers = {getattr(layer.attention, "key_layer", None) for layer in architecture.layers}
-    attentions: dict[int, Any] = {number: architecture.layers[number].attention for number in sorted(numbers - {None})}
+    attentions: dict[int, Any] = {number: architecture.layers[number].attention for number in architecture.key_sources}
     tp = layout.tensor_model_parallel_size
     return Sharing(
         [architecture.read_from_before(end) for end in accumulate(per_stage[:-1])],

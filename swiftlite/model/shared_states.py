@@ -1,4 +1,4 @@
-"""What decoder layers read of earlier ones in addition to the state: inputs of their own, and keys and values.
+"""Hold what decoder layers read in addition to the state: inputs of their own, and keys and values of earlier layers.
 
 Only layers of Gemma 4 E2B and E4B do so. Layers have the numbers of the whole model, from 0.
 
@@ -65,7 +65,7 @@ class SharedStates:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How `SharedStates` pass from one (virtual) pipeline stage to the next.
+    """Define how `SharedStates` pass from one (virtual) pipeline stage to the next.
 
     They are sent before the states (`StageStates`) as blocks [S, B, H], which contain all numbers of a token. Each
     position stands for as many positions of keys and values as there are sequence-parallel ranks.

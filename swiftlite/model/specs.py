@@ -168,7 +168,7 @@ def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
 
 
 @cache
-def with_inputs(linear: type, own_inputs: int) -> type:
+def with_inputs(linear: Any, own_inputs: int) -> type:
     """Return a class of linear layers with another number of input channels than it is called with.
 
     megatron-core's MLP builds its second matrix with the width of the config, in which layers can differ.

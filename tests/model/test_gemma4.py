@@ -97,7 +97,7 @@ def test_recomputation_of_shared_states(tmp_path, mesh, recompute):
 
 def test_unused_matrices_of_published_files_are_copied(tmp_path, mesh):
     """Files of E2B have keys and values also for layers that read those of others; transformers does not read them."""
-    sizes = GEMMA4_E | {"vocab_size_per_layer_input": 320}  # that of the tokenizer
+    sizes: dict[str, Any] = GEMMA4_E | {"vocab_size_per_layer_input": 320}  # that of the tokenizer
     directory = make_tiny_hf(tmp_path / "hf", "gemma4_text", with_tokenizer=True, **sizes)
     tensors = load_file(directory / "model.safetensors")
     unused = {

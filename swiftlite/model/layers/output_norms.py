@@ -39,8 +39,9 @@ class OutputNormsLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Run the layer; return its output [S, B, H] and the context, which is unused."""
-        hidden_SBH, context = super().forward(*args, **kwargs)
-        hidden_SBH = self.before_scalar(hidden_SBH, kwargs.get("attention_mask"))
+        result: tuple[Any, Any] = super().forward(*args, **kwargs)
+        hidden_SBH, context = result
+        hidden_SBH: Any = self.before_scalar(hidden_SBH, kwargs.get("attention_mask"))
         if self.layer_scalar is not None:
             hidden_SBH = hidden_SBH * self.layer_scalar
         return hidden_SBH, context
