@@ -17,6 +17,7 @@ the names of this directory, after `PREFIX`. In transformers, queries have posit
 sliding attention has one more token; here, both are those of vLLM.
 """
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from swiftlite.bridge.hf_config import OWN_PREFIXES
 from swiftlite.bridge.join import COPY, PadEnd
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.drafter import Drafter
+from swiftlite.families.drafter import Drafter, DrafterSizes
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 
@@ -36,6 +37,7 @@ KIND = GEMMA4_ASSISTANT
 PREFIX = OWN_PREFIXES[KIND]
 TRUNKS = ("gemma4_text", "gemma4")
 _ACTIVATION = "gelu_pytorch_tanh"
+_QKV = "linear_qkv.weight"
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 _INTERVAL = 6
 _NEW_LAYERS = (_WINDOW, _WINDOW, _WINDOW, _FULL)
@@ -191,11 +193,29 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
     return lift(rows, f"mtp.layers.{layer}.", PREFIX)
 
 
+def _sizes(family: "Family", hf_config: HfConfig, drafts: int) -> DrafterSizes:
+    hidden, size = hf_config["hidden_size"], text_config(hf_config)["hidden_size"]
+    architecture = family.architecture(hf_config)
+    features = hf_config[DRAFTER_KEY][FEATURES_KEY]
+    read = itertools.chain.from_iterable(architecture.layers[number].matrices for number in features)
+    return DrafterSizes(
+        rows=_rows(family, hf_config, 0),
+        layers=layers_of(architecture, hf_config),
+        passes=drafts,
+        queries=1,
+        exceptions={"embed_tokens.": 0},
+        stored=drafts * (2 * hidden + 2 * size),  # inputs of both projections, and of the output norm
+        output=0,
+        own_output=size,
+        read_macs=sum(size_out * size_in for name, size_out, size_in in read if name.endswith(_QKV)),
+    )
+
+
 def _rows_of_layer(layer: Layer) -> list[Row]:
     """Return the bridge rows of a layer, without keys and values."""
     rows = []
     for row in layer.rows():
-        if row.mcore == "self_attention.linear_qkv.weight":
+        if row.mcore.endswith(_QKV):
             query = "self_attn.q_proj.weight"
             row = replace(row, hf={query: row.hf[query]}, join=COPY)
         if row.mcore == "layer_scalar":
@@ -245,6 +265,7 @@ ASSISTANT = Drafter(
     problems=_problems,
     why_not=why_not,
     own_config=own_config,
+    sizes=_sizes,
     own_prefix=PREFIX,
     published=published,
     vllm_trunks=TRUNKS,
