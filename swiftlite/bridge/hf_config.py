@@ -16,11 +16,10 @@ from typing import Any
 
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, reason_of
-from swiftlite.base.heads import GEMMA4_ASSISTANTS, KEYS, depth_key
+from swiftlite.base.heads import DRAFTER_KEY, GEMMA4_ASSISTANTS, KEYS, REMOVE, depth_key, kind_of
 from swiftlite.base.json_file import parse_json, read_json
 from swiftlite.bridge.rows import HfConfig
 
-REMOVE: Any = object()  # a change that removes the key
 TENSORS_FILE = "tensors.json"
 """File in `source/` of a run with dtype and shape of each tensor of the model that the run started from, by HF name."""
 DRAFT_FOLDER = "draft"
@@ -236,6 +235,8 @@ def patch(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, An
 def _value(hf_config: HfConfig, key: str) -> str:
     if key not in hf_config:
         return "(none)"
+    if key == DRAFTER_KEY and isinstance(hf_config[key], dict):  # some contain a whole config.json
+        return f"{kind_of(hf_config)}, layers {hf_config[key].get('layers')}"
     return json.dumps(hf_config[key], ensure_ascii=False)
 
 

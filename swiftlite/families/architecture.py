@@ -3,13 +3,15 @@
 MTP heads are not part of the architecture, because their number can change.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge.join import COPY, Join, PadEnd
 from swiftlite.bridge.rows import Row, lift
+from swiftlite.families.drafter import DrafterSizes
 from swiftlite.families.layer import Attention, Layer, Sublayer
 from swiftlite.families.rank import Rank
 from swiftlite.families.reward_model import SCORE
@@ -131,11 +133,19 @@ class Architecture:
     Attributes:
         layers: decoder layers from first to last; they can be of different kinds.
         tower: computes embeddings of inputs other than tokens; None without a tower.
+        drafter: returns the sizes of the declared drafter for a number of drafts; None: those of MTP heads.
     """
 
     outside: Outside
     layers: tuple[Layer, ...]
     tower: Tower | None = None
+    drafter: Callable[[int], DrafterSizes] | None = None
+
+    def drafter_of(self, heads: Heads) -> DrafterSizes | None:
+        """Return the sizes of a run's drafter; None for MTP heads, and without heads."""
+        if not heads.layers or heads.kind == MTP or self.drafter is None:
+            return None
+        return self.drafter(heads.unroll)
 
     @property
     def mtp_block(self) -> Layer:

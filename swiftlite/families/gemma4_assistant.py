@@ -18,6 +18,7 @@ transformers, queries have position s + 1 instead, and the window of sliding att
 are those of vLLM.
 """
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from swiftlite.bridge.hf_config import OWN_PREFIXES
 from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.drafter import Drafter
+from swiftlite.families.drafter import Drafter, DrafterSizes
 from swiftlite.families.gemma4_layers import key_layers, kinds_of_layers, of_full_layers
 from swiftlite.families.layer import Layer
 from swiftlite.families.layer_types import FULL, WINDOW
@@ -39,6 +40,7 @@ KIND = GEMMA4_ASSISTANT
 PREFIX = OWN_PREFIXES[KIND]
 TRUNKS = ("gemma4_text", "gemma4", "gemma4_unified")
 _ACTIVATION = "gelu_pytorch_tanh"
+_QKV = "linear_qkv.weight"
 _NEW_LAYERS = (WINDOW, WINDOW, WINDOW, FULL)
 """Layers of a new assistant, as in published ones."""
 _OF_TRUNK = (
@@ -193,6 +195,24 @@ def _trained(rows: list[Row]) -> list[Row]:
     return [replace(row, is_frozen=False) for row in rows]
 
 
+def _sizes(family: "Family", hf_config: HfConfig, drafts: int) -> DrafterSizes:
+    hidden, size = hf_config["hidden_size"], text_config(hf_config)["hidden_size"]
+    architecture = family.architecture(hf_config)
+    features = hf_config[DRAFTER_KEY][FEATURES_KEY]
+    read = itertools.chain.from_iterable(architecture.layers[number].matrices for number in features)
+    return DrafterSizes(
+        rows=_rows(family, hf_config, 0),
+        layers=layers_of(architecture, hf_config),
+        passes=drafts,
+        queries=1,
+        exceptions={"embed_tokens.": 0},
+        stored=drafts * (2 * hidden + 2 * size),  # inputs of both projections, and of the output norm
+        output=0,
+        own_output=size,
+        read_macs=sum(size_out * size_in for name, size_out, size_in in read if name.endswith(_QKV)),
+    )
+
+
 def _problems(hf_config: HfConfig) -> list[str]:
     if hf_config.get("model_type") not in TRUNKS:
         return ["the model is not a Gemma 4"]
@@ -236,6 +256,7 @@ ASSISTANT = Drafter(
     problems=_problems,
     why_not=why_not,
     own_config=own_config,
+    sizes=_sizes,
     own_prefix=PREFIX,
     published=published,
     vllm_trunks=TRUNKS,

@@ -1,5 +1,7 @@
 """A list of all families, by the `model_type` of Hugging Face."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from swiftlite.base.errors import UserError
@@ -159,7 +161,15 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
     if architecture is None:
         problem = f"config.json (model_type {family.name!r}) lacks a size, so its memory is unknown"
         raise UserError(problem, "copy it from the model's source again")
-    return architecture
+    return with_drafter_sizes(architecture, family, hf_config)
+
+
+def with_drafter_sizes(architecture: Architecture, family: Family, hf_config: HfConfig) -> Architecture:
+    """Return the architecture with the sizes of the drafter that config.json declares."""
+    sizes = family.drafter(hf_config).sizes
+    if sizes is None:
+        return architecture
+    return replace(architecture, drafter=partial(sizes, family, hf_config))
 
 
 def known_architecture(hf_config: HfConfig) -> Architecture | None:

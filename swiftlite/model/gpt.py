@@ -510,7 +510,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         tokens: Sequence[RoutedTokens | None] | None = None,
         cache: Cache | None = None,
         placed: Sequence[Placed | None] | None = None,
-        drafted: torch.Tensor | None = None,
+        drafted: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> list[torch.Tensor]:
         """Return the states [S, B, H] of each draft, which the layers of the drafter compute (`DrafterLayer`).
 
@@ -521,7 +521,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             tokens: description of the tokens for the routers of each depth; None: routers do not count their load.
             cache: cache of the rows in decoding.
             placed: outputs of the tower for placeholder tokens of each depth.
-            drafted: as for `ModelInputs`.
+            drafted: `ModelInputs.drafted`.
         """
         tokens = tokens or [None] * self.heads.drafts
         placed = placed or [None] * self.heads.drafts
