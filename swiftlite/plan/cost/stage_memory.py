@@ -388,13 +388,13 @@ class VirtualStage:
         keeps_received = rank.itemsize < FLOAT32 and not rank.is_fused
         if self.is_first:
             entries.append(Activation("token ids", 8 * rank.tokens))
+        elif keeps_received and model.setup.recompute.recompute_granularity != "full":
+            entries.append(Activation("states from the previous stage", rank.hidden_state_bytes(model.hidden)))
         if self.is_first and model.outside.own_inputs:
             size, layers = model.outside.own_inputs, len(model.layers)
             norm = rank.norm_activation_bytes(rank.sequence_tokens * layers, size)
             entries.append(Activation("inputs of layers", norm + model.own_input_bytes(layers)))
             entries.append(Activation("token ids of inputs of layers", 8 * rank.tokens))
-        elif keeps_received and model.setup.recompute.recompute_granularity != "full":
-            entries.append(Activation("states from the previous stage", rank.hidden_state_bytes(model.hidden)))
         if self.has_final_norm:
             entries.append(
                 Activation("final norm input", rank.norm_activation_bytes(rank.sequence_tokens, model.hidden))
