@@ -39,7 +39,9 @@ MTP = "mtp"
 MTP_FEATURES = "mtp_features"
 """The kind of drafter of an MTP head that also reads inputs of decoder layers."""
 GEMMA4_ASSISTANT = "gemma4_assistant"
-"""The kind of drafter of an assistant of Gemma 4, and the `model_type` of its own config.json."""
+"""The kind of drafter of an assistant of Gemma 4."""
+GEMMA4_ASSISTANTS = (GEMMA4_ASSISTANT, "gemma4_unified_assistant")
+"""The values of `model_type` in the own config.json of assistants of Gemma 4; the second is that of the 12B."""
 
 REMOVE: Any = object()
 """A change of a config.json that removes the key."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, reason_of
-from swiftlite.base.heads import DRAFTER_KEY, GEMMA4_ASSISTANT, KEYS, REMOVE, depth_key, kind_of
+from swiftlite.base.heads import DRAFTER_KEY, GEMMA4_ASSISTANTS, KEYS, REMOVE, depth_key, kind_of
 from swiftlite.base.json_file import parse_json, read_json
 from swiftlite.bridge.rows import HfConfig
 
@@ -26,7 +26,7 @@ DRAFT_FOLDER = "draft"
 """Folder of an export with the heads, or another drafter, as an engine reads a separate draft model."""
 HEADS_FILE = f"{DRAFT_FOLDER}/model-mtp.safetensors"
 """File with the heads of an export that has this folder, under the names of the family. Engines do not read it."""
-OWN_PREFIXES = {GEMMA4_ASSISTANT: "mtp.assistant."}
+OWN_PREFIXES: dict[str, str] = dict.fromkeys(GEMMA4_ASSISTANTS, "mtp.assistant.")
 """By `model_type`: drafters that are published in a directory of their own, and the prefix that the names of their
 tensors get, because they are names of the trunk's tensors as well."""
 _TEXT = "text_config"

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.errors import clip
-from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP, OWN_CONFIG_KEY
+from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, GEMMA4_ASSISTANTS, MTP, OWN_CONFIG_KEY
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families import dflash, eagle3, gemma4_assistant, mtp_features
 from swiftlite.families.drafter import Drafter, sources_of_head
@@ -41,6 +41,9 @@ DRAFTERS: dict[str, Drafter] = {
     gemma4_assistant.KIND: gemma4_assistant.ASSISTANT,
 }
 
+_PUBLISHED = dict.fromkeys(GEMMA4_ASSISTANTS, gemma4_assistant.ASSISTANT)
+"""Drafters with a function `published`, by the `model_type` of the config.json in a directory of their own."""
+
 SERVED = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.own_config))
 """The kinds with which vLLM and transformers draft."""
 
@@ -55,8 +58,8 @@ NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
 
 def is_published(own_config: HfConfig) -> bool:
     """Return whether a config.json is that of a drafter that is published in a directory of its own."""
-    kind = own_config.get("model_type")
-    return isinstance(kind, str) and kind in DRAFTERS and DRAFTERS[kind].published is not None
+    model_type = own_config.get("model_type")
+    return isinstance(model_type, str) and model_type in _PUBLISHED
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def with_drafter(hf_config: HfConfig, options: DrafterOptions) -> dict[str, Any]
     if not all(isinstance(size, int) for size in sizes):  # which a rule reports
         return dict(hf_config)
     if options.own is not None:
-        published = DRAFTERS[options.own[OWN_CONFIG_KEY]["model_type"]].published
+        published = _PUBLISHED[options.own[OWN_CONFIG_KEY]["model_type"]].published
         assert published is not None
         return {**hf_config, DRAFTER_KEY: published(options.own, hf_config)}
     features = options.mtp_features

@@ -18,7 +18,7 @@ from swiftlite.families.models.deepseek_v32 import DEEPSEEK_V32
 from swiftlite.families.models.ernie4_5_moe import ERNIE4_5_MOE
 from swiftlite.families.models.exaone4 import EXAONE4, EXAONE4_5
 from swiftlite.families.models.gemma3 import GEMMA3, GEMMA3_TEXT
-from swiftlite.families.models.gemma4 import GEMMA4, GEMMA4_TEXT
+from swiftlite.families.models.gemma4 import GEMMA4, GEMMA4_TEXT, GEMMA4_UNIFIED
 from swiftlite.families.models.glm4_moe import GLM4_MOE
 from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
 from swiftlite.families.models.glm_moe_dsa import GLM_MOE_DSA
@@ -62,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": GEMMA3_TEXT,
     "gemma4": GEMMA4,
     "gemma4_text": GEMMA4_TEXT,
+    "gemma4_unified": GEMMA4_UNIFIED,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "glm_moe_dsa": GLM_MOE_DSA,

@@ -23,7 +23,7 @@ STEPS = 3
 IDS = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@pytest.fixture(scope="module", params=["gemma4_text", "gemma4"])
+@pytest.fixture(scope="module", params=["gemma4_text", "gemma4", "gemma4_unified"])
 def made(request, tmp_path_factory):
     """Return the directories of a trunk and an assistant, and the family of the trunk; `gemma4` has experts."""
     home = tmp_path_factory.mktemp("gemma4")

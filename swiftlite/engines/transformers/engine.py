@@ -380,7 +380,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
     tensors, parts = {}, {}
     with Checkpoint(model.directory, format_of(hf_config)) as checkpoint:
         for key, entry in checkpoint.entries.items():
-            if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
+            if family.is_mtp(hf_config, key) or family.is_carried(hf_config, key) or family.is_derived(key):
                 continue
             name = text_name(key) if is_wrapped(family) else key
             tensor = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))

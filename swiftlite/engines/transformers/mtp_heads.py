@@ -65,6 +65,10 @@ class MtpHead(nn.Module):
         self.transformer_layer = deepcopy(decoder.layers[attention])
         if mlp != attention:
             self.transformer_layer.mlp = deepcopy(decoder.layers[mlp].mlp)
+        if getattr(self.transformer_layer, "hidden_size_per_layer_input", 0):  # of Gemma 4, not of its heads
+            self.transformer_layer.hidden_size_per_layer_input = 0
+            for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"):
+                delattr(self.transformer_layer, name)
         self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
         self.transformer_layer.self_attn.store_full_length_kv = False  # in Gemma 4: no other layer reads its keys
         self.make_mask = create_sliding_window_causal_mask if has_window else create_causal_mask

@@ -130,7 +130,8 @@ def training_flops(
     hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
     drafter = architecture.drafter_of(heads)
     passes = _passes_of(architecture, heads_only, trunk_is_read, lora, freeze_llm, indexer_mode)
-    trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
+    of_layers = sum(layer.macs_per_token() for layer in architecture.layers)
+    trunk = _PER_MAC * (of_layers + architecture.outside.own_input_macs)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
     adapters, head_adapters = 0, 0
     if lora is not None:

@@ -76,6 +76,15 @@ class ModelOnRank:
         """Count the parameters of the embedding."""
         return ParameterCount(self.vocab * self.hidden)
 
+    def own_inputs(self) -> ParameterCount:
+        """Count the parameters of the modules that compute the layers' own inputs (`Outside.own_inputs`)."""
+        size, layers = self.outside.own_inputs, len(self.layers)
+        return ParameterCount(layers * size * (self.vocab + self.hidden) + size)
+
+    def own_input_bytes(self, layers: int) -> int:
+        """Count the bytes of the inputs of this number of layers."""
+        return self.rank.hidden_state_bytes(layers * self.outside.own_inputs)
+
     def output_layer(self) -> ParameterCount:
         """Count the parameters of an untied output layer."""
         return ParameterCount(self.outside.local_outputs(self.rank) * self.hidden)
@@ -245,6 +254,8 @@ class VirtualStage:
         has_embedding = self.is_first or self.num_mtp_layers > 0  # MTP layers also embed tokens
         if has_embedding:
             count += model.embedding()
+        if self.is_first:
+            count += model.own_inputs()
         if self.is_last and not (model.outside.is_tied and has_embedding):
             count += model.output_layer()
         if self.has_final_norm:
@@ -317,7 +328,7 @@ class VirtualStage:
                 "output_layer.weight": self.is_last and not (model.outside.is_tied and has_embedding),
                 "decoder.final_layernorm.weight": self.has_final_norm,
             }
-            if is_here.get(name, True):
+            if is_here.get(name, self.is_first or not name.startswith("own_inputs.")):
                 number += parameters
         return ParameterCount(number)
 
@@ -379,6 +390,11 @@ class VirtualStage:
             entries.append(Activation("token ids", 8 * rank.tokens))
         elif keeps_received and model.setup.recompute.recompute_granularity != "full":
             entries.append(Activation("states from the previous stage", rank.hidden_state_bytes(model.hidden)))
+        if self.is_first and model.outside.own_inputs:
+            size, layers = model.outside.own_inputs, len(model.layers)
+            norm = rank.norm_activation_bytes(rank.sequence_tokens * layers, size)
+            entries.append(Activation("inputs of layers", norm + model.own_input_bytes(layers)))
+            entries.append(Activation("token ids of inputs of layers", 8 * rank.tokens))
         if self.has_final_norm:
             entries.append(
                 Activation("final norm input", rank.norm_activation_bytes(rank.sequence_tokens, model.hidden))
