@@ -149,7 +149,7 @@ HEADS_WITH_COPIES = ("glm4_moe", *LATENT)
 NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3", *STEP)
 WITH_OWN_OUTPUT = STEP
 """Families whose heads have output layers of their own."""
-NEVER_TIED = ("mimo_v2_flash", "mixtral", *STEP)
+NEVER_TIED = ("mimo_v2_flash", "mixtral", "nemotron_h", *STEP)
 """Families whose output layer is never tied: engines do not support it. Tests of tied ones have untied ones instead."""
 WITH_SHARED_NORM = ("ernie4_5_moe",)
 """Families whose heads have no output norm of their own, but the trunk's final norm."""
@@ -172,6 +172,7 @@ HUB_NAMES: dict[str, dict[str, str]] = {
 }
 HUB_NAMES["mixtral"] = HUB_NAMES["minimax_m2"]
 HUB_NAMES["step3p7"] = HUB_NAMES["step3p5"]
+HUB_NAMES["nemotron_h"] = {"model.": "backbone."}
 CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
@@ -239,6 +240,9 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         head = block = hub_name(family, f"model.layers.{num_layers + k}.")
         output_norm = {"hy_v3": "final_layernorm", **dict.fromkeys(STEP, "transformer.shared_head.norm")}
         parts = ("enorm", "hnorm", "eh_proj", output_norm.get(family, "shared_head.norm"))
+    elif family == "nemotron_h":
+        head = block = "mtp.layers." if k == 0 else f"mtp.heads.{k}.layers."
+        parts = ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm")
     else:
         head = "mtp." if k == 0 else f"mtp.heads.{k}."
         parts, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), f"mtp.layers.{k}."
@@ -248,7 +252,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
 
 def embedded(trunk: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return embeddings of ids as the first decoder layer of a transformers model reads them."""
-    return trunk.model.embed_tokens(ids) * getattr(trunk.config, "embedding_multiplier", 1.0)
+    return trunk.get_input_embeddings()(ids) * getattr(trunk.config, "embedding_multiplier", 1.0)
 
 
 def logits_of(trunk: Any, states: torch.Tensor) -> torch.Tensor:
@@ -268,7 +272,7 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
         for role, name in names.items():
             if role != "projection":
                 tensors[name] = 1 + torch.randn(hidden) * std
-        for suffix, tensor in head_in_files(family, model.model.layers[head_layer(family)].state_dict()).items():
+        for suffix, tensor in head_in_files(family, head_block(model, family)).items():
             offset = 1.0 if "norm" in suffix else 0.0
             tensors[block + head_name(family, suffix)] = offset + torch.randn(tensor.shape) * std
         if family in HEADS_WITH_COPIES:  # the hub's files repeat the trunk's tensors in each head
@@ -277,6 +281,17 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
         if family in WITH_OWN_OUTPUT:
             tensors[output_name(block)] = torch.randn(model.config.vocab_size, hidden) * std
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
+
+
+def head_block(model: Any, family: str) -> dict[str, torch.Tensor]:
+    """Return tensors with the names and shapes of the decoder layer in a head, as in transformers' memory."""
+    if family != "nemotron_h":
+        return model.model.layers[head_layer(family)].state_dict()
+    kinds = model.config.layers_block_type
+    layers = {number: model.model.layers[kinds.index(kind)] for number, kind in enumerate(KINDS_OF_HEAD)}
+    return {
+        f"{number}.{name}": tensor for number, layer in layers.items() for name, tensor in layer.state_dict().items()
+    }
 
 
 def output_name(block: str) -> str:
@@ -361,9 +376,9 @@ def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 gate, up = expert.chunk(2)
                 result[f"{prefix}{experts}{number}.gate_proj.weight"] = gate.clone()
                 result[f"{prefix}{experts}{number}.up_proj.weight"] = up.clone()
-        elif kind == "down_proj":
+        elif kind in ("down_proj", "up_proj"):
             for number, expert in enumerate(tensor.mT if _is_transposed(name, tensors) else tensor):
-                result[f"{prefix}{experts}{number}.down_proj.weight"] = expert.clone()
+                result[f"{prefix}{experts}{number}.{kind}.weight"] = expert.clone()
         else:
             result[name] = tensor
     return result
@@ -422,6 +437,8 @@ def make_tiny_model(
         values |= mimo_v2_flash(values)
     if family in STEP:
         values |= lists_of_step(values) | config
+    if family == "nemotron_h" and not config.keys() & {"layers_block_type"}:
+        values["layers_block_type"] = kinds_of_nemotron_h(values["num_hidden_layers"])
     if family in LATENT:  # no groups of queries; transformers takes head_dim for that of the rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     model = model_class(config_class(**values)).to(dtype).eval()
@@ -432,11 +449,21 @@ def make_tiny_model(
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(1))
         for name, parameter in model.named_parameters():
-            std = 0.5 if "embed_tokens" in name else 0.2  # large enough for logits to differ clearly between tokens
+            std = 0.5 if "embed" in name else 0.2  # large enough for logits to differ clearly between tokens
             if parameter.shape[-1] > 128 and parameter.dim() > 1:  # VLLM_LATENT_SIZES: attention would saturate
                 std *= 8 / parameter.shape[-1] ** 0.5
             parameter.copy_((1.0 if "norm" in name else 0.0) + torch.randn(parameter.shape) * std)
     return model
+
+
+KINDS_OF_HEAD = ("full_attention", "moe")
+"""Kinds of the layers in a head of Nemotron-H."""
+
+
+def kinds_of_nemotron_h(num_layers: int) -> list[str]:
+    """Return the kinds of layers: every kind, in turn. There are at least four."""
+    kinds = ("linear_attention", "full_attention", "moe", "mlp")
+    return [kinds[number % 4] for number in range(max(num_layers, 4))]
 
 
 def lists_of_step(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -490,6 +517,8 @@ def write_hf(
         config = step_as_published(config, depth)
     if family in GEMMA4:
         config = gemma4_as_published(config)
+    if family == "nemotron_h":
+        config["num_hidden_layers"] = len(config["layers_block_type"])
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")

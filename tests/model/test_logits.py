@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 
 from swiftlite.families import index
 from swiftlite.model.inputs import ModelInputs, Target
@@ -23,6 +24,7 @@ from tests.tiny import (
     GEMMA4,
     HYBRID,
     KIND_OF_HEADS,
+    KINDS_OF_HEAD,
     LATENT,
     OWN_SIZES,
     STEP,
@@ -68,6 +70,7 @@ MOE = (
     "mimo_v2_flash",
     "minimax_m2",
     "mixtral",
+    "nemotron_h",
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_vl_moe",
@@ -139,7 +142,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         rope = "none"
     if family == "gpt_oss":
         rope, dtype = "yarn", torch.float32  # engines have no other rope; bfloat16 below
-    if family in ("mimo_v2_flash", "minimax_m2", "mixtral", *STEP):
+    if family in ("mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", *STEP):
         dtype = torch.float32  # bfloat16 below
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family in ("glm4_moe", "minimax_m2"):
@@ -186,7 +189,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
 @pytest.mark.parametrize(("family", "depth", "dtype"), once([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Heads receive the inputs that the family's engine passes to them."""
-    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", *STEP):
+    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", *STEP):
         dtype = torch.float32  # see test_bfloat16_logits
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
     drafting = index.FAMILIES[family].mtp.drafting
@@ -195,7 +198,7 @@ def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype
 
     def reference() -> torch.Tensor:
         before: list[torch.Tensor] = []
-        hook = hf.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        hook = final_norm(hf).register_forward_pre_hook(lambda _, args: before.append(args[0]))
         after = hf.model(input_ids).last_hidden_state
         hook.remove()
         hidden = before[0] if drafting.takes_before_norm else after
@@ -264,6 +267,25 @@ def stacked(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[st
     return {name: collect(name) for name in layer.state_dict()}
 
 
+def final_norm(hf: Any) -> Any:
+    """Return the final norm of a transformers model."""
+    return getattr(hf.model, "norm", None) or hf.model.norm_f
+
+
+class TwoLayers(torch.nn.ModuleDict):
+    """The block of a head of Nemotron-H: two of transformers' layers."""
+
+    def __init__(self, config: Any):
+        kinds = config.layers_block_type
+        numbers = [kinds.index(kind) for kind in KINDS_OF_HEAD]
+        super().__init__({str(place): NemotronHBlock(config, number) for place, number in enumerate(numbers)})
+
+    def forward(self, hidden: torch.Tensor, **unused: Any) -> torch.Tensor:
+        for layer in self.values():
+            hidden = layer(hidden)
+        return hidden
+
+
 def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting):
     """Compute one MTP depth with transformers' decoder layer: norms of both inputs, projection, decoder layer, norm.
 
@@ -274,8 +296,9 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
 
     def norm(role: str, states: torch.Tensor) -> torch.Tensor:
         if role not in names:
-            return hf.model.norm(states)
-        module = type(hf.model.norm)(states.size(-1), hf.config.rms_norm_eps)
+            return final_norm(hf)(states)
+        eps = getattr(hf.config, "rms_norm_eps", None) or hf.config.layer_norm_epsilon
+        module = type(final_norm(hf))(states.size(-1), eps)
         module.weight.data = tensors[names[role]]
         return module(states)
 
@@ -283,11 +306,15 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     if family == "mimo_v2_flash":  # the trunk may have no such layer
         config = deepcopy(config)
         config.layer_types[number], config.mlp_layer_types[number] = KIND_OF_HEADS[family], "dense"
-    layer = type(hf.model.layers[number])(config, layer_idx=number).to(hf.dtype)
+    layer: Any = (
+        TwoLayers(config) if family == "nemotron_h" else type(hf.model.layers[number])(config, layer_idx=number)
+    )
+    layer = layer.to(hf.dtype)
     for name, buffer in layer.named_buffers():
         if name.endswith("bias"):
             buffer.data = buffer.data.float()  # as from_pretrained leaves that of a router
-    layer.self_attn.store_full_length_kv = False  # of Gemma 4, for layers that share keys
+    if family in GEMMA4:
+        layer.self_attn.store_full_length_kv = False  # for layers that share keys
     prefix = len(block)
     inner = {memory_name(family, key[prefix:]): t for key, t in tensors.items() if key.startswith(block)}
     layer.load_state_dict(stacked(inner, layer))
@@ -299,7 +326,9 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
         halves.reverse()
     projected = torch.cat(halves, dim=-1) @ tensors[names["projection"]].T
     rotary_of = (KIND_OF_HEADS[family],) if family in KIND_OF_HEADS else ()
-    rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
+    rotary = None
+    if family != "nemotron_h":
+        rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
     mask = None
     if family in ("gpt_oss", *WINDOWED_HEADS, *DSA):  # whose attention is not causal by itself
         length = projected.size(1)
@@ -312,13 +341,13 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     return output, norm("output_norm", output)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", *STEP])
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", *STEP])
 def test_bfloat16_logits(tmp_path, mesh, family):
     """transformers rounds more to bfloat16, so its logits differ. Ours are closer to exact ones.
 
     It rounds the scores of attention in gpt-oss. In MiniMax-M2, it rounds the logits of routers, and queries and keys
     before they are multiplied by the weights of their norms; vLLM and SGLang do not. In Mixtral, it rounds
-    the logits of routers.
+    the logits of routers; in Nemotron-H, the time steps of Mamba-2.
     """
     directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16)
     input_ids, position_ids = ids_and_positions(48)

@@ -39,6 +39,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_in_fp32": (False, None),
     "hidden_dropout": (0, None),
     "sliding_window": (None,),
+    "tie_word_embeddings": (False, None),  # ignored by transformers and vLLM
     "n_shared_experts": (1, None),  # vLLM multiplies the width of shared experts by it, and transformers does not
     **dict.fromkeys(_ALIASES, (None,)),
 }
@@ -67,13 +68,13 @@ def _kinds_of_heads(hf_config: HfConfig) -> list[str]:
 
 
 def _check(hf_config: HfConfig) -> None:
-    own = {**hf_config, "rms_norm_eps": hf_config.get("layer_norm_epsilon"), "head_dim": _head_dim(hf_config)}
-    problems = dense.missing_numbers(hf_config, _SIZES)
-    problems += [
-        problem.replace("rms_norm_eps", "layer_norm_epsilon") for problem in dense.problems_of(own, **_NEUTRAL)
-    ]
+    problems = _layer_problems(hf_config)
+    dense.refuse(hf_config, problems)  # without which no layer is known
+    problems += dense.missing_numbers(hf_config, _SIZES)
+    common = dense.problems_of(_in_common_words(hf_config), **_NEUTRAL)
+    problems += [problem.replace("rms_norm_eps", "layer_norm_epsilon") for problem in common]
     if not problems:
-        problems = _layer_problems(hf_config) + _mamba_problems(hf_config) + _size_problems(hf_config)
+        problems += _mamba_problems(hf_config) + _size_problems(hf_config)
     if not problems and _MOE in _kinds(hf_config):
         problems += _expert_problems(hf_config)
     if not problems and hf_config.get("num_nextn_predict_layers"):
@@ -83,10 +84,17 @@ def _check(hf_config: HfConfig) -> None:
     dense.refuse(hf_config, problems)
 
 
+def _in_common_words(hf_config: HfConfig) -> dict[str, Any]:
+    """Return the config with the keys of Llama, as far as it states them otherwise."""
+    own = {"rms_norm_eps": hf_config.get("layer_norm_epsilon"), "head_dim": _head_dim(hf_config)}
+    return {"num_hidden_layers": len(_kinds(hf_config)), **hf_config, **own}
+
+
 def _layer_problems(hf_config: HfConfig) -> list[str]:
-    for key, type_ in ((_KINDS, list), (_PATTERN, str)):
-        if not isinstance(hf_config.get(key), type_ | None):
-            return [f"{key} is not a {type_.__name__}"]
+    if not all(isinstance(kind, str) for kind in hf_config.get(_KINDS) or ()):
+        return [f"{_KINDS} is not a list of kinds of layers"]
+    if not isinstance(hf_config.get(_PATTERN), str | None):
+        return [f"{_PATTERN} {hf_config[_PATTERN]!r} is not a string"]
     kinds = _kinds(hf_config)
     if not kinds:
         return [f"{_KINDS} and {_PATTERN} are missing; one of them must state the kinds of layers"]
@@ -98,7 +106,7 @@ def _layer_problems(hf_config: HfConfig) -> list[str]:
         problems.append(f"{_KINDS} has the unknown kinds {', '.join(map(repr, unknown))}")
     if _ATTENTION not in kinds or not {_MLP, _MOE} & {*kinds}:
         problems.append(f"{_KINDS} has no {_ATTENTION!r}, or neither {_MLP!r} nor {_MOE!r}, which MTP heads have")
-    if len(kinds) != hf_config["num_hidden_layers"]:
+    if hf_config.get("num_hidden_layers") not in (len(kinds), None):
         problems.append(f"num_hidden_layers {hf_config['num_hidden_layers']}, but {len(kinds)} kinds of layers")
     return problems
 
@@ -130,10 +138,7 @@ def _size_problems(hf_config: HfConfig) -> list[str]:
 
 def _expert_problems(hf_config: HfConfig) -> list[str]:
     problems = dense.missing_numbers(hf_config, (_SHARED,))
-    latent = hf_config.get("moe_latent_size")
-    if latent is not None and not (isinstance(latent, int) and latent > 0):
-        problems.append(f"moe_latent_size {latent!r} is not a number above 0")
-    return problems + moe.mixture_problems({**hf_config, "first_k_dense_replace": 0})
+    return problems + moe.mixture_problems({**_in_common_words(hf_config), "first_k_dense_replace": 0})
 
 
 def _head_dim(hf_config: HfConfig) -> int:
@@ -141,7 +146,7 @@ def _head_dim(hf_config: HfConfig) -> int:
 
 
 def _attention(hf_config: HfConfig) -> GroupedQueryAttention:
-    return replace(dense.attention({**hf_config, "head_dim": _head_dim(hf_config)}), rotary=0)
+    return replace(dense.attention(_in_common_words(hf_config)), rotary=0)
 
 
 def _mamba(hf_config: HfConfig) -> Mamba2:
@@ -199,10 +204,9 @@ def _head_layer(hf_config: HfConfig) -> Layer:
 
 
 def _outside(hf_config: HfConfig) -> Outside:
-    plain = dense.outside(hf_config)
+    plain = dense.outside(_in_common_words(hf_config))
     return replace(
         plain,
-        num_layers=len(_kinds(hf_config)),
         hf_layers="backbone.layers.",
         hf_embedding="backbone.embeddings.weight",
         hf_final_norm="backbone.norm_f.weight",
@@ -210,7 +214,6 @@ def _outside(hf_config: HfConfig) -> Outside:
         head_layer=_head_layer(hf_config),
         mcore_config={
             **plain.mcore_config,
-            "layernorm_epsilon": hf_config.get("layer_norm_epsilon"),
             "activation_func": RELU2,
             "gated_linear_unit": False,
         },
