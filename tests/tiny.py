@@ -287,11 +287,10 @@ def head_block(model: Any, family: str) -> dict[str, torch.Tensor]:
     """Return tensors with the names and shapes of the decoder layer in a head, as in transformers' memory."""
     if family != "nemotron_h":
         return model.model.layers[head_layer(family)].state_dict()
-    kinds = model.config.layers_block_type
-    layers = {number: model.model.layers[kinds.index(kind)] for number, kind in enumerate(KINDS_OF_HEAD)}
-    return {
-        f"{number}.{name}": tensor for number, layer in layers.items() for name, tensor in layer.state_dict().items()
-    }
+    block = {}
+    for place, number in enumerate(layers_of_head(model.config)):
+        block |= {f"{place}.{name}": tensor for name, tensor in model.model.layers[number].state_dict().items()}
+    return block
 
 
 def output_name(block: str) -> str:
@@ -456,8 +455,10 @@ def make_tiny_model(
     return model
 
 
-KINDS_OF_HEAD = ("full_attention", "moe")
-"""Kinds of the layers in a head of Nemotron-H."""
+def layers_of_head(config: Any) -> list[int]:
+    """Return the numbers of trunk layers of Nemotron-H whose kinds are those of the two layers in a head."""
+    kinds = config.layers_block_type
+    return [kinds.index(kind) for kind in ("full_attention", "moe" if "moe" in kinds else "mlp")]
 
 
 def kinds_of_nemotron_h(num_layers: int) -> list[str]:
@@ -519,6 +520,8 @@ def write_hf(
         config = gemma4_as_published(config)
     if family == "nemotron_h":
         config["num_hidden_layers"] = len(config["layers_block_type"])
+        if "moe" not in config["layers_block_type"]:
+            config["mtp_hybrid_override_pattern"] = "*-"
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -24,7 +24,6 @@ from tests.tiny import (
     GEMMA4,
     HYBRID,
     KIND_OF_HEADS,
-    KINDS_OF_HEAD,
     LATENT,
     OWN_SIZES,
     STEP,
@@ -33,6 +32,7 @@ from tests.tiny import (
     WITH_OWN_OUTPUT,
     embedded,
     head_layer,
+    layers_of_head,
     logits_of,
     make_tiny_hf,
     memory_name,
@@ -276,8 +276,7 @@ class TwoLayers(torch.nn.ModuleDict):
     """The block of a head of Nemotron-H: two of transformers' layers."""
 
     def __init__(self, config: Any):
-        kinds = config.layers_block_type
-        numbers = [kinds.index(kind) for kind in KINDS_OF_HEAD]
+        numbers = layers_of_head(config)
         super().__init__({str(place): NemotronHBlock(config, number) for place, number in enumerate(numbers)})
 
     def forward(self, hidden: torch.Tensor, **unused: Any) -> torch.Tensor:
