@@ -110,26 +110,23 @@ class Mamba2:
         return rank.hidden_state_bytes(self.hidden)
 
     def activation_bytes(self, rank: Rank) -> int:
-        """Return the bytes that autograd saves on a rank."""
+        """Return the bytes that autograd saves on a rank, for rows of many chunks."""
         inner, of_groups = self.widths(rank)
-        heads = self.heads // rank.tp
-        # Before and after the convolution.
-        mixed = 2 * rank.itemsize * (inner + 2 * of_groups)
-        # The gate and the scan's output, in float32 as well in a 16-bit model, and before the product with the weight.
-        wide = FLOAT32 * (rank.itemsize < FLOAT32)
-        gated = (2 * wide + 2 * FLOAT32 + 2 * rank.itemsize) * inner
-        per_head = heads * (3 * FLOAT32 + rank.itemsize)
+        heads, groups = self.heads // rank.tp, self.groups // rank.tp
+        convolved = inner + 2 * of_groups
+        # Before and after the convolution, and the inputs of heads.
+        mixed = rank.itemsize * (2 * convolved + inner)
+        # The scan's output, the gate, its SiLU and their product in float32; the normed product, and with its weight.
+        gated = (4 * FLOAT32 + 2 * rank.itemsize) * inner
+        per_head = FLOAT32 * (heads + groups)  # time steps before softplus, and the factor of the norm
         if "core_attn" in rank.recomputed:
-            scan = rank.itemsize * (2 * inner + 2 * of_groups) + 2 * FLOAT32 * heads
+            scan = rank.itemsize * convolved + FLOAT32 * heads
         else:
-            scan = FLOAT32 * self._scan_numbers(inner, of_groups, heads)
+            # Inputs before and after their product with time steps. B and C, before and after their products with
+            # decays for each head. Four square matrices per chunk, and the state before it.
+            vectors = 2 * inner + 2 * of_groups + 4 * heads * self.state + 3 * heads
+            scan = FLOAT32 * (vectors + 4 * heads * CHUNK + inner * self.state // CHUNK)
         return rank.tokens * rank.cp * (mixed + gated + per_head + scan)  # context-parallel ranks compute whole rows
-
-    def _scan_numbers(self, inner: int, of_groups: int, heads: int) -> int:
-        """Return the number of values that the scan stores per token: inputs, decays and products."""
-        squares = heads * 3 * CHUNK + self.groups * CHUNK
-        states = 2 * inner * self.state // CHUNK
-        return 3 * inner + 2 * of_groups + 4 * heads * self.state + squares + states + 4 * heads
 
     def widths(self, rank: Rank) -> tuple[int, int]:
         """Return the number of channels of all heads, and the size of the B of all groups, on a rank."""
