@@ -38,6 +38,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
@@ -291,6 +292,24 @@ def head_block(model: Any, family: str) -> dict[str, torch.Tensor]:
     for place, number in enumerate(layers_of_head(model.config)):
         block |= {f"{place}.{name}": tensor for name, tensor in model.model.layers[number].state_dict().items()}
     return block
+
+
+def final_norm(trunk: Any) -> Any:
+    """Return the final norm of a transformers model."""
+    return trunk.model.norm_f if hasattr(trunk.model, "norm_f") else trunk.model.norm
+
+
+class TwoLayers(torch.nn.ModuleDict):
+    """The block of a head of Nemotron-H: two of transformers' layers."""
+
+    def __init__(self, config: Any):
+        numbers = layers_of_head(config)
+        super().__init__({str(place): NemotronHBlock(config, number) for place, number in enumerate(numbers)})
+
+    def forward(self, hidden: torch.Tensor, **unused: Any) -> torch.Tensor:
+        for layer in self.values():
+            hidden = layer(hidden)
+        return hidden
 
 
 def output_name(block: str) -> str:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 
 from swiftlite.families import index
 from swiftlite.model.inputs import ModelInputs, Target
@@ -30,9 +29,10 @@ from tests.tiny import (
     WINDOWED,
     WINDOWED_HEADS,
     WITH_OWN_OUTPUT,
+    TwoLayers,
     embedded,
+    final_norm,
     head_layer,
-    layers_of_head,
     logits_of,
     make_tiny_hf,
     memory_name,
@@ -265,24 +265,6 @@ def stacked(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[st
         return torch.stack([torch.cat([tensors[f"{prefix}.{e}.{p}.weight"] for p in parts]) for e in range(count)])
 
     return {name: collect(name) for name in layer.state_dict()}
-
-
-def final_norm(hf: Any) -> Any:
-    """Return the final norm of a transformers model."""
-    return getattr(hf.model, "norm", None) or hf.model.norm_f
-
-
-class TwoLayers(torch.nn.ModuleDict):
-    """The block of a head of Nemotron-H: two of transformers' layers."""
-
-    def __init__(self, config: Any):
-        numbers = layers_of_head(config)
-        super().__init__({str(place): NemotronHBlock(config, number) for place, number in enumerate(numbers)})
-
-    def forward(self, hidden: torch.Tensor, **unused: Any) -> torch.Tensor:
-        for layer in self.values():
-            hidden = layer(hidden)
-        return hidden
 
 
 def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting):
