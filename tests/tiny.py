@@ -124,9 +124,11 @@ CANNOT_DRAFT = {
 """Families whose heads an engine cannot use for drafting."""
 ONLY_IN_TRANSFORMERS = ("exaone4_5", "kimi_k25", "mistral3", "step3p7")
 """Families whose heads only transformers uses for drafting."""
-ONLY_IN_VLLM = ("gemma3", *GEMMA4, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+ONLY_IN_VLLM = ("gemma3", *GEMMA4, "nemotron_h", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+WITHOUT_GATES = ("nemotron_h",)
+"""Families with experts without gates, which vLLM computes on GPUs only."""
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that slow tests omit, because their layers are those of Qwen3-Next and their names those of Qwen3.5."""
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
@@ -220,12 +222,18 @@ def make_tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     )
 
 
-def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[str, str], str]:
+def last_of_head(config: Any) -> int:
+    """Return the number of the last layer in a head of Nemotron-H; 1 for other families."""
+    return len(layers_of_head(config)) - 1 if hasattr(config, "layers_block_type") else 1
+
+
+def mtp_names(family: str, depth_index: int, num_layers: int = 2, last: int = 1) -> tuple[dict[str, str], str]:
     """Return the tensor names of one MTP head: embedding_norm, hidden_norm, projection and output_norm; and its block's
     prefix.
 
     Args:
         num_layers: number of the trunk's layers, after which GLM-4.5's heads are numbered.
+        last: `last_of_head`.
     """
     k = depth_index
     if family == "mimo":
@@ -243,7 +251,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         parts = ("enorm", "hnorm", "eh_proj", output_norm.get(family, "shared_head.norm"))
     elif family == "nemotron_h":
         head = block = "mtp.layers." if k == 0 else f"mtp.heads.{k}.layers."
-        parts = ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm")
+        parts = ("0.enorm", "0.hnorm", "0.eh_proj", f"{last}.final_layernorm")
     else:
         head = "mtp." if k == 0 else f"mtp.heads.{k}."
         parts, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), f"mtp.layers.{k}."
@@ -268,7 +276,7 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
     hidden = model.config.hidden_size
     tensors = {}
     for k in range(depth):
-        names, block = mtp_names(family, k, model.config.num_hidden_layers)
+        names, block = mtp_names(family, k, model.config.num_hidden_layers, last_of_head(model.config))
         tensors[names["projection"]] = torch.randn(hidden, 2 * hidden) * std
         for role, name in names.items():
             if role != "projection":
@@ -475,9 +483,9 @@ def make_tiny_model(
 
 
 def layers_of_head(config: Any) -> list[int]:
-    """Return the numbers of trunk layers of Nemotron-H whose kinds are those of the two layers in a head."""
+    """Return the numbers of trunk layers of Nemotron-H whose kinds are those of the layers in a head."""
     kinds = config.layers_block_type
-    return [kinds.index(kind) for kind in ("full_attention", "moe" if "moe" in kinds else "mlp")]
+    return [kinds.index(kind) for kind in ("full_attention", "moe") if kind in kinds]
 
 
 def kinds_of_nemotron_h(num_layers: int) -> list[str]:
@@ -540,7 +548,7 @@ def write_hf(
     if family == "nemotron_h":
         config["num_hidden_layers"] = len(config["layers_block_type"])
         if "moe" not in config["layers_block_type"]:
-            config["mtp_hybrid_override_pattern"] = "*-"
+            config["mtp_hybrid_override_pattern"] = "*"
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -35,6 +35,7 @@ from tests.tiny import (
     head_in_files,
     head_layer,
     head_name,
+    last_of_head,
     logits_of,
     make_tiny_model,
     memory_name,
@@ -100,7 +101,7 @@ class Reference(nn.Module):
         self.trunk: Any
         self.heads = nn.ModuleList()
         for k in range(depth):
-            names, block = mtp_names(family, k, config.num_hidden_layers)
+            names, block = mtp_names(family, k, config.num_hidden_layers, last_of_head(config))
             norms = {role: norm_class(config.hidden_size, eps) for role in names if "norm" in role}
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -140,7 +141,8 @@ class Reference(nn.Module):
         tensors = {}
         for k in range(self.depth):
             head: Any = self.heads[k]
-            names, block = mtp_names(self.family, k, self.trunk.config.num_hidden_layers)
+            config = self.trunk.config
+            names, block = mtp_names(self.family, k, config.num_hidden_layers, last_of_head(config))
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
             for suffix, tensor in head_in_files(self.family, head["block"].state_dict()).items():
                 tensors[block + head_name(self.family, suffix)] = tensor

@@ -786,7 +786,6 @@ REFUSED = [
     ("nemotron_h", "moe_latent_size", 0),
     ("nemotron_h", "layers_block_type", None),
     ("nemotron_h", "layers_block_type", "ME*-"),
-    ("nemotron_h", "layers_block_type", ["mamba", "attention"]),
     ("nemotron_h", "layers_block_type", [["mamba"], "attention", "moe"]),
     ("nemotron_h", "layers_block_type", ["mamba", "moe"]),
     ("nemotron_h", "layers_block_type", ["attention", "sliding_attention", "moe"]),

@@ -67,7 +67,8 @@ class MtpHead(nn.Module):
         attention, mlp = sources
         self.transformer_layer: Any = deepcopy(decoder.layers[attention])
         if is_half(self.transformer_layer):
-            self.transformer_layer = HalfLayers([self.transformer_layer, deepcopy(decoder.layers[mlp])])
+            others = [deepcopy(decoder.layers[mlp])] if mlp != attention else []
+            self.transformer_layer = HalfLayers([self.transformer_layer, *others])
         elif mlp != attention:
             self.transformer_layer.mlp = deepcopy(decoder.layers[mlp].mlp)
         self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
@@ -104,7 +105,8 @@ class MtpHead(nn.Module):
 
 
 class HalfLayers(nn.ModuleList):
-    """The decoder layer of a head, if it consists of a layer with attention and one with an MLP, as in Nemotron-H."""
+    """The decoder layer of a head, if it consists of a layer with attention and one with an MLP, as in Nemotron-H. The
+    second can be missing."""
 
     @property
     def self_attn(self) -> Any:

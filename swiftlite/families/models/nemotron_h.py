@@ -1,21 +1,23 @@
 """Nemotron-H and Nemotron 3 (Nano, Super, Ultra) and 3.5: each layer is one of Mamba-2, attention, an MLP or experts.
 
 Attention has no rotary embeddings. MLPs and experts have no gate, and the square of relu as activation. In Super and
-Ultra, experts read latent states. The block of an MTP head has two layers of files: attention, then experts.
+Ultra, experts read latent states. The block of an MTP head has two layers of files: attention, then experts. In models
+without experts, it is attention only.
 """
 
 import re
 from dataclasses import replace
 from typing import Any
 
+from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
 from swiftlite.families.absent import NoAttention, NoMlp
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.family import Family, HfConfig, MtpLayout
-from swiftlite.families.layer import FeedForward, Layer
+from swiftlite.families.layer import Layer
 from swiftlite.families.mamba import Mamba2
-from swiftlite.families.mlp import RELU2, MixtureOfExperts
+from swiftlite.families.mlp import RELU2, MixtureOfExperts, Mlp
 from swiftlite.families.serving.convention import Convention, Serving
 
 _MAMBA, _ATTENTION, _MLP, _MOE = "linear_attention", "full_attention", "mlp", "moe"
@@ -75,10 +77,10 @@ def _check(hf_config: HfConfig) -> None:
     problems += [problem.replace("rms_norm_eps", "layer_norm_epsilon") for problem in common]
     if not problems:
         problems += _mamba_problems(hf_config) + _size_problems(hf_config)
-    if not problems and _MOE in _kinds(hf_config):
+    if not problems and _has_experts(hf_config):
         problems += _expert_problems(hf_config)
     if not problems and hf_config.get("num_nextn_predict_layers"):
-        stated, built = _kinds_of_heads(hf_config), [_ATTENTION, _kind_of_mlp(hf_config)]
+        stated, built = _kinds_of_heads(hf_config), [_ATTENTION] + [_MOE] * _has_experts(hf_config)
         if stated != built:
             problems.append(f"the layers of MTP heads (mtp_{_KINDS}) are {stated}; only {built} is supported")
     dense.refuse(hf_config, problems)
@@ -104,8 +106,8 @@ def _layer_problems(hf_config: HfConfig) -> list[str]:
         problems.append(f"{_PATTERN} and {_KINDS} differ")
     if unknown := sorted({kind for kind in kinds if kind not in _LETTERS.values()}):
         problems.append(f"{_KINDS} has the unknown kinds {', '.join(map(repr, unknown))}")
-    if _ATTENTION not in kinds or not {_MLP, _MOE} & {*kinds}:
-        problems.append(f"{_KINDS} has no {_ATTENTION!r}, or neither {_MLP!r} nor {_MOE!r}, which MTP heads have")
+    if _ATTENTION not in kinds:
+        problems.append(f"{_KINDS} has no {_ATTENTION!r}, which MTP heads have")
     if hf_config.get("num_hidden_layers") not in (len(kinds), None):
         problems.append(f"num_hidden_layers {hf_config['num_hidden_layers']}, but {len(kinds)} kinds of layers")
     return problems
@@ -169,14 +171,7 @@ def _mixture(hf_config: HfConfig) -> MixtureOfExperts:
     )
 
 
-def _kind_of_mlp(hf_config: HfConfig) -> str:
-    """Return the kind of MLP in MTP heads: experts, if the model has any."""
-    return _MOE if _MOE in _kinds(hf_config) else _MLP
-
-
-def _mlp(hf_config: HfConfig, kind: str) -> FeedForward:
-    if kind == _MOE:
-        return _mixture(hf_config)
+def _mlp(hf_config: HfConfig) -> Mlp:
     return replace(dense.mlp(hf_config), activation=RELU2)
 
 
@@ -194,13 +189,20 @@ def _names(first: str, second: str) -> dict[str, str]:
 def _layer(hf_config: HfConfig, number: int) -> Layer:
     kind, names = _kinds(hf_config)[number], _names("", "")
     if kind in (_MLP, _MOE):
-        return Layer(NoAttention(hf_config["hidden_size"]), _mlp(hf_config, kind), names)
+        mlp = _mixture(hf_config) if kind == _MOE else _mlp(hf_config)
+        return Layer(NoAttention(hf_config["hidden_size"]), mlp, names)
     attention = _attention(hf_config) if kind == _ATTENTION else _mamba(hf_config)
     return Layer(attention, NoMlp(), names)
 
 
+def _has_experts(hf_config: HfConfig) -> bool:
+    return _MOE in _kinds(hf_config)
+
+
 def _head_layer(hf_config: HfConfig) -> Layer:
-    return Layer(_attention(hf_config), _mlp(hf_config, _kind_of_mlp(hf_config)), _names("0.", "1."))
+    """Return the layer of heads. vLLM's heads have attention and experts, or attention only, but no MLP."""
+    mlp = _mixture(hf_config) if _has_experts(hf_config) else NoMlp()
+    return Layer(_attention(hf_config), mlp, _names("0.", "1."))
 
 
 def _outside(hf_config: HfConfig) -> Outside:
@@ -233,16 +235,15 @@ def _prefix(hf_config: HfConfig, head: int) -> str:
     return "mtp.layers." if head == 0 else f"mtp.heads.{head}.layers."
 
 
-def _frame_rows(hf_config: HfConfig, head: int) -> list[Any]:
-    names = ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")
+def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
+    last = 1 if _has_experts(hf_config) else 0
+    names = ("0.eh_proj", "0.enorm", "0.hnorm", f"{last}.final_layernorm")
     return dense.frame_rows(hf_config, head, _prefix(hf_config, head), names)
 
 
 def _config_of_heads(hf_config: HfConfig, number: int) -> dict[str, Any]:
-    """Return the layers of the heads for a model without experts, whose heads are not those of the default."""
-    if not number or _kind_of_mlp(hf_config) == _MOE:
-        return {}
-    return {f"mtp_{_PATTERN}": "*-"}
+    """Return the layers of the heads of a model without experts. Those of other models are the default."""
+    return {f"mtp_{_PATTERN}": "*"} if number and not _has_experts(hf_config) else {}
 
 
 NEMOTRON_H = Family(
@@ -252,7 +253,7 @@ NEMOTRON_H = Family(
     outside=_outside,
     mtp=MtpLayout(_head_of, _prefix, _frame_rows, config=_config_of_heads),
     serving=Serving(
-        vllm=Convention("NemotronHMTPModel", "one", block="mtp.layers.", quantizes=("mtp.layers.0.eh_proj",)),
+        vllm=Convention("NemotronHMTP", "one", block="mtp.layers.", quantizes=("mtp.layers.0.eh_proj",)),
     ),
     tiny={
         _KINDS: [_MAMBA, _ATTENTION, _MOE, _MLP],
