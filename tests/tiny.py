@@ -292,10 +292,14 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
 
 
-def head_block(model: Any, family: str) -> dict[str, torch.Tensor]:
-    """Return tensors with the names and shapes of the decoder layer in a head, as in transformers' memory."""
+def head_block(model: Any, family: str, config: Any = None) -> dict[str, torch.Tensor]:
+    """Return tensors with the names and shapes of the decoder layer in a head, as in transformers' memory.
+
+    Args:
+        config: as for `head_layer`.
+    """
     if family != "nemotron_h":
-        return model.model.layers[head_layer(family)].state_dict()
+        return model.model.layers[head_layer(family, config)].state_dict()
     block = {}
     for place, number in enumerate(layers_of_head(model.config)):
         block |= {f"{place}.{name}": tensor for name, tensor in model.model.layers[number].state_dict().items()}
