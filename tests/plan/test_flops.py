@@ -24,6 +24,8 @@ CASES = {
     "gemma4_text": CONFIGS["gemma4_text"]
     | {"num_hidden_layers": 3, "layer_types": ["full_attention", *alternating(2)]},
     "olmo3": CONFIGS["olmo3"] | {"num_hidden_layers": 3, "layer_types": alternating(3)},
+    # In transformers, Mamba-2 computes chunks of other sizes.
+    "nemotron_h": CONFIGS["nemotron_h"] | {"layers_block_type": ["full_attention", "moe", "mlp", "full_attention"]},
     "deepseek_v3, whole queries": CONFIGS["deepseek_v3"] | {"num_hidden_layers": 3, "q_lora_rank": None},
 }
 
