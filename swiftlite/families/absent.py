@@ -12,7 +12,7 @@ from swiftlite.families.rank import ParameterCount, Rank
 
 @dataclass(frozen=True)
 class _Absent:
-    """What both halves share: nothing to compute, to store or to split."""
+    """A half with nothing to compute, to store or to split."""
 
     recompute_modules: ClassVar[tuple[str, ...]] = ()
     needs_sequence_parallel: ClassVar[str] = ""

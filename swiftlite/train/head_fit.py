@@ -84,7 +84,7 @@ def samples_to_fit(samples: Sequence[Sample], num_inputs: int) -> list[Sample]:
 def why_no_mlp_fit(block: Layer) -> str:
     """Return why the MLP of heads with this decoder layer cannot be fitted; empty if it can."""
     if isinstance(block.mlp, NoMlp):
-        return "there is none"
+        return "heads have no MLP"
     if not isinstance(block.mlp, Mlp):
         return "it has experts"
     if block.has_output_norms:
