@@ -22,6 +22,11 @@ def inputs(num_tokens: int) -> Any:
     return [x, step, rate, write, read]
 
 
+def scan(parts: Any, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, step, rate, write, read = parts
+    return state_space_scan(x, step, rate, write, read, lengths)
+
+
 def definition(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     x, step, rate, write, read = (tensor.double() for tensor in parts)
     outputs, states, begin = [], [], 0
@@ -40,7 +45,7 @@ def definition(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[t
 @pytest.mark.parametrize("lengths", [(1,), (CHUNK,), (CHUNK + 1,), (7, 3 * CHUNK, 1, CHUNK + 30), (5,) * 20])
 def test_chunks_compute_the_definition(lengths):
     parts = inputs(sum(lengths))
-    out, states = state_space_scan(*parts, lengths)
+    out, states = scan(parts, lengths)
     expected, last = definition(parts, lengths)
     # float32 against float64; values are up to 30.
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-5)
@@ -51,7 +56,7 @@ def test_gradients_are_those_of_the_definition():
     lengths = (CHUNK + 5, 9)
     parts: Any = [tensor.requires_grad_() for tensor in inputs(sum(lengths))]
     weight = torch.randn(sum(lengths), HEADS, CHANNELS, generator=torch.Generator().manual_seed(0))
-    found = torch.autograd.grad((state_space_scan(*parts, lengths)[0] * weight).sum(), parts)
+    found = torch.autograd.grad((scan(parts, lengths)[0] * weight).sum(), parts)
     expected = torch.autograd.grad((definition(parts, lengths)[0] * weight).sum(), parts)
     for mine, its in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
@@ -59,7 +64,7 @@ def test_gradients_are_those_of_the_definition():
 
 def test_a_sequence_continues_from_its_state():
     parts = inputs(CHUNK + 40)
-    whole, last = state_space_scan(*parts, (CHUNK + 40,))
+    whole, last = scan(parts, (CHUNK + 40,))
     x, step, rate, write, read = parts
     begin, state = state_space_scan(x[:50], step[:50], rate, write[:50], read[:50], (50,))
     end, state = state_space_scan(x[50:], step[50:], rate, write[50:], read[50:], (CHUNK - 10,), state)

@@ -53,10 +53,10 @@ def _kinds(hf_config: HfConfig, prefix: str = "") -> list[str]:
     Args:
         prefix: that of the keys, for the layers of MTP heads.
     """
-    stated, pattern = hf_config.get(prefix + _KINDS), hf_config.get(prefix + _PATTERN)
-    if stated is not None:
-        return [_OLD_NAMES.get(kind, kind) for kind in stated]
-    return [_LETTERS.get(letter, letter) for letter in pattern or ""]
+    stated, names = hf_config.get(prefix + _KINDS), _OLD_NAMES
+    if stated is None:
+        stated, names = hf_config.get(prefix + _PATTERN) or "", _LETTERS
+    return [names.get(name, name) for name in stated]
 
 
 def _kinds_of_heads(hf_config: HfConfig) -> list[str]:
