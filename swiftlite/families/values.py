@@ -147,6 +147,8 @@ _LISTS = {
     "hybrid_layer_pattern": int,
     "mlp_layer_types": str,
     "indexer_types": str,
+    "layers_block_type": str,
+    "mtp_layers_block_type": str,
 }
 _OBJECTS = ("rope_parameters", "rope_scaling", "per_layer_config")
 

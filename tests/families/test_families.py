@@ -791,6 +791,8 @@ REFUSED = [
     ("nemotron_h", "layers_block_type", ["attention", "sliding_attention", "moe"]),
     ("nemotron_h", "hybrid_override_pattern", "M*-E"),
     ("nemotron_h", "hybrid_override_pattern", ["M", "*", "E", "-"]),
+    ("nemotron_h", "mtp_hybrid_override_pattern", 1),
+    ("nemotron_h", "mtp_layers_block_type", "*E"),
     ("nemotron_h", "num_hidden_layers", 5),
     ("nemotron_h", "n_groups", 3),
     ("nemotron_h", "time_step_limit", [0.001, 1e308]),

@@ -93,10 +93,9 @@ def _in_common_words(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _layer_problems(hf_config: HfConfig) -> list[str]:
-    if not all(isinstance(kind, str) for kind in hf_config.get(_KINDS) or ()):
-        return [f"{_KINDS} is not a list of kinds of layers"]
-    if not isinstance(hf_config.get(_PATTERN), str | None):
-        return [f"{_PATTERN} {hf_config[_PATTERN]!r} is not a string"]
+    for key in (_PATTERN, f"mtp_{_PATTERN}"):
+        if not isinstance(hf_config.get(key), str | None):
+            return [f"{key} {hf_config[key]!r} is not a string"]
     kinds = _kinds(hf_config)
     if not kinds:
         return [f"{_KINDS} and {_PATTERN} are missing; one of them must state the kinds of layers"]
@@ -266,7 +265,7 @@ NEMOTRON_H = Family(
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         _SHARED: 48,
-        "moe_latent_size": 40,
+        "moe_latent_size": 48,
         "routed_scaling_factor": 1.5,
     },
 )
