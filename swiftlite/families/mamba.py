@@ -116,8 +116,8 @@ class Mamba2:
         convolved = inner + 2 * of_groups
         # Before and after the convolution, and the inputs of heads.
         mixed = rank.itemsize * (2 * convolved + inner)
-        # The scan's output, the gate, its SiLU and their product in float32; the normed product, and with its weight.
-        gated = (4 * FLOAT32 + 2 * rank.itemsize) * inner
+        # In float32 the scan's output, the gate, its SiLU, their product, and the normed product; the norm's result.
+        gated = (5 * FLOAT32 + rank.itemsize) * inner
         per_head = FLOAT32 * (heads + groups)  # time steps before softplus, and the factor of the norm
         if "core_attn" in rank.recomputed:
             scan = rank.itemsize * convolved + FLOAT32 * heads

@@ -103,7 +103,7 @@ class Mamba2(RecurrentAttention):
 
         read_TNE, behind = self.recomputed(scan, input_TNE, step_TN, -rate_N.exp(), write_TGD, read_TGD)
         read_TNE = read_TNE + skip_N[:, None] * input_TNE
-        gated_TI = self.norm(read_TNE.to(zxbcdt_TP.dtype).flatten(1), gate_TGI.flatten(1))
+        gated_TI = self.norm(read_TNE.flatten(1), gate_TGI.flatten(1))
         return gated_TI, before, behind
 
 
@@ -123,7 +123,7 @@ class GatedGroupNorm(nn.Module):
         self.weight = split_over_ranks(torch.empty(size, dtype=config.params_dtype))
 
     def forward(self, read_TI: torch.Tensor, gate_TI: torch.Tensor) -> torch.Tensor:
-        """Return the normed product of both, in their dtype."""
-        gated_TGC = (read_TI.float() * F.silu(gate_TI.float())).unflatten(-1, (self.groups, -1))
+        """Return the normed product of a float32 tensor and the activated gate, in the dtype of the gate."""
+        gated_TGC = (read_TI * F.silu(gate_TI.float())).unflatten(-1, (self.groups, -1))
         normed_TGC = gated_TGC * torch.rsqrt(gated_TGC.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed_TGC.flatten(1).to(read_TI.dtype)
+        return (self.weight * normed_TGC.flatten(1)).to(gate_TI.dtype)
