@@ -13,7 +13,7 @@ from typing import Any
 from swiftlite.base.drafting import Drafting
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
-from swiftlite.engines.server.process import free_url, serve
+from swiftlite.engines.server.process import serve
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.families.resolved import resolve
 from swiftlite.gguf.write import write_gguf
@@ -39,13 +39,12 @@ def ask(file: Path, num_tokens: int, prompts: list[list[int]]) -> list[dict[str,
     """Return the answers of a new server with one slot."""
     words = program()
     assert words is not None, "llama.cpp is not installed"
-    url, port = free_url()
-    options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": port, "parallel": 1, "ctx_size": 256}
+    options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": 0, "parallel": 1, "ctx_size": 256}
     options |= dict.fromkeys(("cache_type_k", "cache_type_v", "cache_type_k_draft", "cache_type_v_draft"), "f32")
     options |= {"flash_attn": "off", "threads": 1, "spec_type": "draft-mtp", "spec_draft_n_max": num_tokens}
     request = {"n_predict": NEW_TOKENS, "temperature": 0, "cache_prompt": False, "return_tokens": True}
-    with serve(ServerCommand([*words, *flags(options)]), url, file.with_suffix(".log")):
-        return [json.loads(post(url, "/completion", {**request, "prompt": prompt})) for prompt in prompts]
+    with serve(ServerCommand([*words, *flags(options)]), file.with_suffix(".log")) as server:
+        return [json.loads(post(server.url, "/completion", {**request, "prompt": prompt})) for prompt in prompts]
 
 
 def counts(answer: dict[str, Any]) -> str:

@@ -23,6 +23,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -59,6 +61,7 @@ _OWN_CLASSES: dict[str, tuple[type, type]] = {
     "exaone4_5": (Exaone4Config, Exaone4ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
+    "gemma4_unified": (Gemma4UnifiedTextConfig, Gemma4UnifiedForCausalLM),
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "kimi_k25": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
@@ -88,7 +91,20 @@ DSA = ("deepseek_v32", "glm_moe_dsa")
 """Families with indexers. vLLM and SGLang compute them on GPUs only."""
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", *DSA)
 STEP = ("step3p5", "step3p7")
-GEMMA4 = ("gemma4", "gemma4_text")
+GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified")
+GEMMA4_E: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 128,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+"""Sizes of a Gemma 4 like E2B. Layers 3 and 5 read the keys of layer 1, layer 4 those of layer 2."""
 STACKED_TRUNK = ("qwen3_vl_moe", *GEMMA4)
 """Families with stacks of experts in files of the trunk, and without in those of heads."""
 COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
@@ -96,6 +112,7 @@ COPIED_TOWER = ("gemma3", "kimi_k25", "mistral3")
 WRAPPED = (
     "exaone4_5",
     "gemma4",
+    "gemma4_unified",
     "step3p7",
     "qwen3_5",
     "qwen3_5_moe",
@@ -292,14 +309,10 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
 
 
-def head_block(model: Any, family: str, config: Any = None) -> dict[str, torch.Tensor]:
-    """Return tensors with the names and shapes of the decoder layer in a head, as in transformers' memory.
-
-    Args:
-        config: as for `head_layer`.
-    """
+def head_block(model: Any, family: str) -> dict[str, torch.Tensor]:
+    """Return tensors with the names and shapes of the decoder layer in a head, as in transformers' memory."""
     if family != "nemotron_h":
-        return model.model.layers[head_layer(family, config)].state_dict()
+        return without_own_input(model.model.layers[head_layer(family, model.config)].state_dict())
     block = {}
     for place, number in enumerate(layers_of_head(model.config)):
         block |= {f"{place}.{name}": tensor for name, tensor in model.model.layers[number].state_dict().items()}
@@ -333,12 +346,21 @@ def head_layer(family: str, config: Any = None) -> int:
     """Return the index of the trunk's layer with the same kinds of attention and MLP as the heads.
 
     Args:
-        config: transformers' config of a published Step-3.5, which starts with another layer than a tiny one.
+        config: transformers' config. A published Step-3.5 starts with another layer than a tiny one, and in some Gemma
+            4 the last layers have no keys and values.
     """
+    if family in GEMMA4 and config is not None:
+        kinds = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+        return len(kinds) - 1 - kinds[::-1].index("full_attention")
     if family in STEP and config is not None:
         kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
         return list(kinds).index(("sliding_attention", "dense"))
     return 0 if family in ("ernie4_5_moe", *WINDOWED_HEADS) else -1
+
+
+def without_own_input(block: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer of Gemma 4 without those of its own input, which heads do not have."""
+    return {name: tensor for name, tensor in block.items() if "per_layer" not in name}
 
 
 def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
@@ -657,6 +679,7 @@ ARCHITECTURES = {
     "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -681,6 +704,7 @@ def carried_tensors(family: str) -> dict[str, torch.Tensor]:
 
 
 VISUAL_PREFIX = dict.fromkeys(WRAPPED, "model.visual.") | {"qwen2_5_vl": "visual.", "gemma4": "model.vision_tower."}
+VISUAL_PREFIX |= {"gemma4_unified": "model.vision_embedder."}
 VISUAL_PREFIX |= dict.fromkeys(COPIED_TOWER, "vision_tower.") | {"step3p7": "vision_model."}
 """Prefixes of the vision tower's tensors in these families' files."""
 

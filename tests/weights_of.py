@@ -19,7 +19,7 @@ def trunk_and_heads(directory: Path) -> tuple[Buckets, Buckets]:
     copies = model.family.mtp.copies(model.config, 0)
     trunk, heads = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
-        if name in copies or model.family.is_carried(name):
+        if name in copies or model.family.is_carried(model.config, name):
             continue
         part = heads if model.family.is_mtp(model.config, name) else trunk
         part[name] = tensor

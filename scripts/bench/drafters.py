@@ -4,8 +4,9 @@
     python scripts/bench/drafters.py ... --minutes 5 --drafters mtp features eagle3.1 dflash dspark
 
 The minutes include the loading of the model, but neither the export nor the measurements. A first run of a few steps
-measures the time of a step, from which the number of steps follows. Speed is that of one request at a time, with the
-number of draft tokens that is the fastest.
+measures the time of a step, from which the number of steps follows. `--until times` ends there, `--until training`
+before the measurements, and the next call continues: only times and speed need an idle machine. Speed is that of one
+request at a time, with the number of draft tokens that is the fastest.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-PROBED = 4
+PROBED = 8
 """Number of steps with which the time of a step is measured."""
 DRAFTED = 3
 """Number of draft tokens in training; smaller numbers are measured as well."""
@@ -60,26 +61,48 @@ def train(args: argparse.Namespace, drafter: str, steps: int, directory: Path) -
     )
 
 
-def measure(args: argparse.Namespace, drafter: str) -> str:
-    """Train and measure a drafter; return a row of the table."""
-    directory: Path = args.output_dir / drafter
-    short, longer = (train(args, drafter, steps, directory / f"probe-{steps}") for steps in (1, 1 + PROBED))
-    per_step = max(longer - short, 0.1) / PROBED
-    steps = max(1, int((60 * args.minutes - short) / per_step))
-    seconds = train(args, drafter, steps, directory / "run")
-    run("export", "--to_hf", "--model", directory / "run", "--output_dir", directory / "hf")
-    run(
-        *("bench", "--model", directory / "hf", "--val_dataset", args.val_dataset, "--infer_backend", "vllm"),
-        *("--num_speculative_tokens", *range(DRAFTED + 1), "--concurrency", 1, "--rounds", 1, "--max_prompts", 32),
-        *("--max_new_tokens", 64, "--torch_dtype", args.torch_dtype, "--output_dir", directory / "bench"),
-    )
-    bench = json.loads((directory / "bench" / "bench.json").read_text())
+def steps_of(args: argparse.Namespace, drafter: str, directory: Path) -> int:
+    """Return the number of training steps that take `--minutes` on an idle machine.
+
+    They follow from a run of a few steps; a second call reads its result.
+    """
+    measured = directory / "steps.json"
+    if not measured.exists():
+        probe = directory / "probe"
+        seconds = train(args, drafter, PROBED, probe)
+        rows = map(json.loads, (probe / "metrics.jsonl").read_text().splitlines())
+        times = [row["time/step"] for row in rows if "time/step" in row]
+        # another program can only make a step longer
+        per_step = min(times)
+        start = seconds - sum(times)
+        steps = max(1, int((60 * args.minutes - start) / per_step))
+        measured.write_text(json.dumps({"start": start, "per_step": per_step, "steps": steps}))
+    return json.loads(measured.read_text())["steps"]
+
+
+def make(args: argparse.Namespace, drafter: str, steps: int, directory: Path) -> None:
+    """Train and export a drafter, unless an earlier call has."""
+    if not (directory / "hf" / "config.json").exists():
+        train(args, drafter, steps, directory / "run")
+        run("export", "--to_hf", "--model", directory / "run", "--output_dir", directory / "hf")
+
+
+def measure(args: argparse.Namespace, directory: Path) -> str:
+    """Measure an exported drafter; return the columns of the table from its first drafts on."""
+    result = directory / "bench" / "bench.json"
+    if not result.exists():
+        run(
+            *("bench", "--model", directory / "hf", "--val_dataset", args.val_dataset, "--infer_backend", "vllm"),
+            *("--num_speculative_tokens", *range(DRAFTED + 1), "--concurrency", 1, "--rounds", 1, "--max_prompts", 32),
+            *("--max_new_tokens", 64, "--torch_dtype", args.torch_dtype, "--output_dir", directory / "bench"),
+        )
+    bench = json.loads(result.read_text())
     ratios = {int(number): ratio for number, ratio in bench["recommendations"][0]["ratios"].items()}
     best = max(ratios, key=lambda number: ratios[number])
     of_number = {server["num_speculative_tokens"]: server["measured"][0] for server in bench["servers"][1:]}
     first = of_number[1]["drafts"]["acceptance_rate"]
     lengths = " ".join(f"{of_number[number]['mean_accepted_length']:.2f}" for number in sorted(ratios))
-    return f"{drafter:<10}{steps:>6}{seconds:>9.0f}{first:>13.1%}  {lengths:<18}{best:>5}{ratios[best]:>8.2f}x"
+    return f"{first:>14.1%}  {lengths:<18}{best:>5}{ratios[best]:>8.2f}x"
 
 
 def main() -> None:
@@ -93,11 +116,18 @@ def main() -> None:
     parser.add_argument("--draft_vocab", type=int, default=8192)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--torch_dtype", default="float32")
+    parser.add_argument("--until", choices=["times", "training", "speed"], default="speed")
     args = parser.parse_args()
     args.config = Path(args.model) / "config.json"
-    print("drafter    steps  seconds  first drafts  tokens/step: 1 2 3  best   speed", flush=True)
+    if args.until == "speed":
+        print("drafter    steps  first drafts  tokens/step: 1 2 3  best   speed", flush=True)
     for drafter in args.drafters:
-        print(measure(args, drafter), flush=True)
+        directory = args.output_dir / drafter
+        steps = steps_of(args, drafter, directory)
+        if args.until != "times":
+            make(args, drafter, steps, directory)
+        if args.until == "speed":
+            print(f"{drafter:<10}{steps:>6}{measure(args, directory)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,12 @@ MTP = "mtp"
 MTP_FEATURES = "mtp_features"
 """The kind of drafter of an MTP head that also reads inputs of decoder layers."""
 GEMMA4_ASSISTANT = "gemma4_assistant"
-"""The kind of drafter of an assistant of Gemma 4, and the `model_type` of its own config.json."""
+"""The kind of drafter of an assistant of Gemma 4."""
+GEMMA4_ASSISTANTS = (GEMMA4_ASSISTANT, "gemma4_unified_assistant")
+"""The values of `model_type` in the own config.json of assistants of Gemma 4; the second is that of the 12B."""
+
+REMOVE: Any = object()
+"""A change of a config.json that removes the key."""
 
 KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY, DRAFTER_KEY)
 """All keys of a config.json that describe heads only."""
@@ -115,6 +120,13 @@ class Heads:
         return self.layers * self.unroll
 
     @property
+    def name(self) -> str:
+        """The heads, or the drafter by its kind, in texts for users."""
+        if self.kind == MTP:
+            return "MTP heads"
+        return f"the drafter {self.kind}"
+
+    @property
     def reads_state(self) -> bool:
         """Whether the drafter reads the last state of the trunk."""
         return not self.features or self.kind in (MTP_FEATURES, GEMMA4_ASSISTANT)
@@ -135,7 +147,7 @@ class Heads:
         return tuple(power / sum(powers) for power in powers)
 
     def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the change of a config.json that makes it declare these heads.
+        """Return the change of a config.json that makes it declare these heads: new values by key, or REMOVE.
 
         The change always includes the number of layers, because some config.json files do not declare this number.
         """
@@ -146,7 +158,7 @@ class Heads:
         if declared.draft_vocab != self.draft_vocab:
             change[DRAFT_VOCAB_KEY] = draft_vocab.to_text(self.draft_vocab)
         if declared.drafting != self.drafting:
-            change[DRAFTING_KEY] = self.drafting and self.drafting.to_json()
+            change[DRAFTING_KEY] = self.drafting.to_json() if self.drafting else REMOVE
         return change
 
     def _change_of_layers(self, hf_config: Mapping[str, Any], declared: "Heads") -> dict[str, Any]:
@@ -157,7 +169,7 @@ class Heads:
             if self.layers or declared.layers:
                 change[key] = self.layers
             if declared.kind != MTP:
-                change[DRAFTER_KEY] = None
+                change[DRAFTER_KEY] = REMOVE
             return change
         if hf_config.get(key):
             change[key] = 0

@@ -85,7 +85,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
 
     rows = family.rows(hf_config, max(mtp.promised, mtp.depth))
     shapes = {key: entry.shape for key, entry in entries.items()}
-    not_of_rows = [key for key in entries if family.is_derived(key) or family.is_carried(key)]
+    not_of_rows = [key for key in entries if family.is_derived(key) or family.is_carried(hf_config, key)]
     problems += compare_shapes(expected_shapes(rows, shapes), shapes, not_of_rows)
     problems += whole_numbers(rows, entries)
     if not problems:

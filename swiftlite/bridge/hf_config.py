@@ -16,18 +16,17 @@ from typing import Any
 
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError, reason_of
-from swiftlite.base.heads import GEMMA4_ASSISTANT, KEYS, depth_key
+from swiftlite.base.heads import DRAFTER_KEY, GEMMA4_ASSISTANTS, KEYS, REMOVE, depth_key, kind_of
 from swiftlite.base.json_file import parse_json, read_json
 from swiftlite.bridge.rows import HfConfig
 
-REMOVE: Any = object()  # a change that removes the key
 TENSORS_FILE = "tensors.json"
 """File in `source/` of a run with dtype and shape of each tensor of the model that the run started from, by HF name."""
 DRAFT_FOLDER = "draft"
 """Folder of an export with the heads, or another drafter, as an engine reads a separate draft model."""
 HEADS_FILE = f"{DRAFT_FOLDER}/model-mtp.safetensors"
 """File with the heads of an export that has this folder, under the names of the family. Engines do not read it."""
-OWN_PREFIXES = {GEMMA4_ASSISTANT: "mtp.assistant."}
+OWN_PREFIXES: dict[str, str] = dict.fromkeys(GEMMA4_ASSISTANTS, "mtp.assistant.")
 """By `model_type`: drafters that are published in a directory of their own, and the prefix that the names of their
 tensors get, because they are names of the trunk's tensors as well."""
 _TEXT = "text_config"
@@ -239,6 +238,8 @@ def patch(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, An
 def _value(hf_config: HfConfig, key: str) -> str:
     if key not in hf_config:
         return "(none)"
+    if key == DRAFTER_KEY and isinstance(hf_config[key], dict):  # some contain a whole config.json
+        return f"{kind_of(hf_config)}, layers {hf_config[key].get('layers')}"
     return json.dumps(hf_config[key], ensure_ascii=False)
 
 

@@ -123,8 +123,9 @@ class RowTable(Protocol):
         """
         ...
 
-    def is_carried(self, hf_key: str, /) -> bool:
-        """Return whether an HF tensor is not part of the language model. Such tensors are copied unchanged."""
+    def is_carried(self, hf_config: HfConfig, hf_key: str, /) -> bool:
+        """Return whether an HF tensor is not part of the language model, or not used by it. Such tensors are copied
+        unchanged."""
         ...
 
     def head_rows(self, hf_config: HfConfig, head: int, /) -> list[Row]:

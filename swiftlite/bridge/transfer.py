@@ -121,7 +121,7 @@ def load_hf(
     shards = placement.shards_of(model_chunks)
     with Checkpoint(hf_dir, format_of(hf_config)) as checkpoint:
         sources = _sources(checkpoint, family, hf_config, depth, mtp_init)
-        carried = tuple(key for key in checkpoint.entries if family.is_carried(key))
+        carried = tuple(key for key in checkpoint.entries if family.is_carried(hf_config, key))
         _check_numbers(sources.read, checkpoint)
         # All names and shapes are compared before the first tensor is read, so that a checkpoint that does not fit is
         # refused in seconds.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.args.commands import DoctorArgs, PlannedRun
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.base.redact import redact_text
 from swiftlite.cli import planned
 from swiftlite.cli.installed import report_installed
@@ -77,10 +78,11 @@ def _report_audit(model: HfModel) -> bool:
     depths = f"{depth.promised} in config.json, {depth.depth} in the tensors"
     if depth.missing:
         depths += f", {len(depth.missing)} tensors missing"
-    verdict = "valid: keys, shapes, MTP depth, finite numbers"
+    counted = "MTP depth" if model.heads.kind == MTP else f"layers of {model.heads.name}"
+    verdict = f"valid: keys, shapes, {counted}, finite numbers"
     if problems:
         verdict = _number_of(problems)
-    lines = [("family", model.family.name), ("MTP depth", depths), ("audit", verdict)]
+    lines = [("family", model.family.name), (counted, depths), ("audit", verdict)]
     if drafted:
         lines.insert(2, ("draft vocabulary", f"{len(drafted)} of {model.config['vocab_size']} tokens"))
     if quantization:

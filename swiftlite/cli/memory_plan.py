@@ -1,6 +1,7 @@
 """Print the planned memory of a training run (`swiftlite doctor --plan`)."""
 
 from swiftlite.args.commands import PlanArgs, SftArgs
+from swiftlite.base.heads import MTP
 from swiftlite.cli.memory_tables import GB, MemoryTable, memory_tables
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import FAMILIES, architecture_of
@@ -102,7 +103,9 @@ def _heads(setup: Setup) -> str:
     heads = setup.heads
     if not heads.layers:
         return ""
-    text = f", MTP depth {heads.layers} ({setup.mtp_mode})"
+    text = f", {heads.name} ({setup.mtp_mode})"
+    if heads.kind == MTP:
+        text = f", MTP depth {heads.layers} ({setup.mtp_mode})"
     if heads.unroll > 1:
         text += f" unrolled {heads.unroll} times"
     if heads.draft_vocab:

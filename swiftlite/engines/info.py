@@ -18,7 +18,7 @@ from swiftlite.base.heads import MTP, kind_of
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.families import Family
-from swiftlite.families.drafters import DRAFTERS, with_drafter
+from swiftlite.families.drafters import DRAFTERS, DrafterOptions, with_drafter
 from swiftlite.runtime.environment import has_bfloat16_instructions, sees_gpu
 
 if TYPE_CHECKING:
@@ -90,8 +90,9 @@ class EngineInfo:
         read_speculative_config: function that returns the speculative options that the user set in a command's options,
             under the engine's names; it returns None if the user set none.
         rules: functions that yield (problem, hint) for invalid options.
-        server: name of the function that returns a `ServerCommand`; its arguments are `DeployArgs`, an `HfModel`,
-            whether the server drafts, and a `DraftSchedule` or None. If "", `deploy` does not support the engine.
+        server: name of the function that returns a `ServerCommand`, in which `--port` precedes the port; its arguments
+            are `DeployArgs`, an `HfModel`, whether the server drafts, and a `DraftSchedule` or None. If "", `deploy`
+            does not support the engine.
         client: name of the `Client` class that `bench` uses. If "", `bench` does not support the engine.
         metrics_prefix: prefix of the names of the engine's metrics in /metrics of its server, which identifies the
             engine; "" if the engine has no server.
@@ -192,7 +193,7 @@ class EngineInfo:
         """
         if Quantization.of(hf_config) is not None:
             return "it does not support quantized models"
-        declared = with_drafter(hf_config, drafter)
+        declared = with_drafter(hf_config, DrafterOptions(drafter))
         kind = DRAFTERS[kind_of(declared)]
         if kind_of(declared) not in self.drafters:
             return f"{self.label} does not support it"

@@ -26,6 +26,12 @@ class ServerCommand:
     variables: dict[str, str] = field(default_factory=dict)
     files: dict[Path, str] = field(default_factory=dict)
 
+    def with_port(self, port: int) -> Self:
+        """Return the command with another port, which follows `--port`."""
+        words = list(self.words)
+        words[words.index("--port") + 1] = str(port)
+        return replace(self, words=words)
+
     def shell_line(self) -> str:
         """Return one line for a shell that writes the files and then runs the program."""
         steps = [f"echo {shlex.quote(text)} > {shlex.quote(str(path))}" for path, text in self.files.items()]

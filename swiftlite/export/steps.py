@@ -23,7 +23,7 @@ from swiftlite.bridge.carry import copy_trunk
 from swiftlite.bridge.encoding.expert_stack import transposed_stacks
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.entry import Entry
-from swiftlite.bridge.hf_config import DRAFT_FOLDER, dtype_change, read_config, write_patched
+from swiftlite.bridge.hf_config import DRAFT_FOLDER, dtype_change, patch, read_config, write_patched
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe, some
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
@@ -258,7 +258,7 @@ def quantization_with_heads(trunk: HfModel, heads: Heads) -> dict[str, Any]:
     """Return the change of config.json that excludes new heads from the quantization of their trunk."""
     if not heads.layers:
         return {}
-    config = {**trunk.config, **trunk.family.config_with(trunk.config, heads)}
+    config, _ = patch(trunk.config, trunk.family.config_with(trunk.config, heads))
     quantization = Quantization(config["quantization_config"])
     listed = with_heads_kept(quantization, trunk.family, config, keeps_block=True)
     return {"quantization_config": listed.content}

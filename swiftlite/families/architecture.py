@@ -3,14 +3,16 @@
 MTP heads are not part of the architecture, because their number can change.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from swiftlite.bridge.join import PadEnd
+from swiftlite.base.heads import MTP, Heads
+from swiftlite.bridge.join import COPY, Join, PadEnd
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.absent import NoMlp
+from swiftlite.families.drafter import DrafterSizes
 from swiftlite.families.layer import Attention, Layer, Sublayer
 from swiftlite.families.rank import Rank
 from swiftlite.families.reward_model import SCORE
@@ -42,6 +44,8 @@ class Outside:
         heads_share_final_norm: whether the output norm of MTP heads is the trunk's final norm.
         heads_have_output_layers: whether each MTP head has an output layer of its own; otherwise all use the trunk's.
         has_score: whether the output layer computes one number, as in a reward model.
+        own_inputs: size of the input that each decoder layer gets in addition to the state (`Layer.own_input`): a
+            second embedding of the token and a projection of the first one; 0 without such inputs.
         hf_layers: prefix of the Hugging Face names of decoder layers, followed by a number and a dot.
     """
 
@@ -65,6 +69,12 @@ class Outside:
     heads_share_final_norm: bool = False
     heads_have_output_layers: bool = False
     has_score: bool = False
+    own_inputs: int = 0
+
+    @property
+    def own_input_macs(self) -> int:
+        """Multiply-adds per token of the projection to the layers' own inputs."""
+        return self.num_layers * self.own_inputs * self.hidden
 
     def local_vocab(self, rank: Rank) -> int:
         """Return the number of rows of the embedding on a rank, including padding."""
@@ -82,13 +92,39 @@ class Outside:
         final_norm = Row("decoder.final_layernorm.weight", {self.hf_final_norm: (self.hidden,)})
         if self.has_score:
             score = Row("output_layer.weight", {SCORE: (1, self.hidden)}, can_be_new=True)
-            return [embedding, final_norm, score]
+            return [embedding, final_norm, score, *self._rows_of_own_inputs()]
         output_layer = Row("output_layer.weight", {self.hf_output_layer: matrix}, PadEnd())
         if not self.is_tied:
-            return [embedding, final_norm, output_layer]
+            return [embedding, final_norm, output_layer, *self._rows_of_own_inputs()]
         # Files of a tied model can contain a copy of the embedding, and so can a later pipeline stage.
         embedding = replace(embedding, hf_copies=(self.hf_output_layer,), mcore_copies=(output_layer.mcore,))
-        return [embedding, final_norm]
+        return [embedding, final_norm, *self._rows_of_own_inputs()]
+
+    def _rows_of_own_inputs(self) -> list[Row]:
+        """Return the bridge rows of the modules that compute the layers' own inputs, next to the embedding."""
+        size, prefix = self.num_layers * self.own_inputs, self.hf_embedding.removesuffix("embed_tokens.weight")
+        if not size:
+            return []
+        hf = {
+            "word_embeddings": {f"{prefix}embed_tokens_per_layer.weight": (self.vocab, size)},
+            "projection": {f"{prefix}per_layer_model_projection.weight": (size, self.hidden)},
+            "norm": {f"{prefix}per_layer_projection_norm.weight": (self.own_inputs,)},
+        }
+        joins: dict[str, Join] = {"word_embeddings": PadEnd()}
+        return [Row(f"own_inputs.{name}.weight", tensor, joins.get(name, COPY)) for name, tensor in hf.items()]
+
+
+@dataclass(frozen=True)
+class ReadFromBefore:
+    """Hold what decoder layers read of earlier ones, in addition to the state.
+
+    Attributes:
+        inputs: numbers of the decoder layers with an input of their own (`Layer.own_input`).
+        keys: numbers of the decoder layers whose keys and values are read, ascending.
+    """
+
+    inputs: Sequence[int] = ()
+    keys: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -98,11 +134,19 @@ class Architecture:
     Attributes:
         layers: decoder layers from first to last; they can be of different kinds.
         tower: computes embeddings of inputs other than tokens; None without a tower.
+        drafter: returns the sizes of the declared drafter for a number of drafts; None: those of MTP heads.
     """
 
     outside: Outside
     layers: tuple[Layer, ...]
     tower: Tower | None = None
+    drafter: Callable[[int], DrafterSizes] | None = None
+
+    def drafter_of(self, heads: Heads) -> DrafterSizes | None:
+        """Return the sizes of a run's drafter; None for MTP heads, and without heads."""
+        if not heads.layers or heads.kind == MTP or self.drafter is None:
+            return None
+        return self.drafter(heads.unroll)
 
     @property
     def mtp_block(self) -> Layer:
@@ -161,6 +205,21 @@ class Architecture:
         return sum(channels.values())
 
     @property
+    def is_chain(self) -> bool:
+        """Whether each decoder layer reads only the output of the layer before."""
+        return not (self.outside.own_inputs or self.key_sources)
+
+    def read_from_before(self, first: int) -> "ReadFromBefore":
+        """Return what the decoder layers from number `first` on read of earlier ones, in addition to the state."""
+        inputs = range(first, len(self.layers)) if self.outside.own_inputs else range(0)
+        return ReadFromBefore(inputs, [layer for layer in _key_layers(self.layers[first:]) if layer < first])
+
+    @property
+    def key_sources(self) -> list[int]:
+        """Numbers of the decoder layers whose keys and values other layers read."""
+        return _key_layers(self.layers)
+
+    @property
     def index_topk(self) -> int | None:
         """Number of tokens that indexers select for each token; None for a model without indexers."""
         return next((kind.indexer.topk for kind in self.attentions if kind.indexer is not None), None)
@@ -211,6 +270,12 @@ class Architecture:
         elif any(layer != self.layers[0] for layer in self.layers):
             config["hetereogenous_dist_checkpoint"] = True
         return config
+
+
+def _key_layers(layers: Sequence[Layer]) -> list[int]:
+    """Return the numbers of the layers whose keys and values these layers read, ascending."""
+    numbers = {getattr(layer.attention, "key_layer", None) for layer in layers}
+    return sorted(number for number in numbers if number is not None)
 
 
 def _last_index(items: Sequence[Any], item: Any) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
 
-from swiftlite.bridge.join import GatedQkv, Interleave, InterleaveBlocks, Join
+from swiftlite.bridge.join import COPY, GatedQkv, Interleave, InterleaveBlocks, Join
 from swiftlite.bridge.rows import Row, lift, shapes_of
 from swiftlite.families.indexer import Indexer
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
@@ -48,6 +48,9 @@ class GroupedQueryAttention:
         has_sinks: whether each head has a sink: a trained score that takes part in the softmax, without a value.
         hf_is_fused: whether files have queries, keys and values in one tensor.
         rope_interleave: whether channels 2i and 2i + 1 are rotated together; otherwise i and i + rotary / 2.
+        key_layer: number of the decoder layer whose keys and values are read, with the same `groups` and `head_dim`;
+            None: the layer computes its own.
+        keeps_keys: whether later layers can read the keys and values.
         hf_heads, hf_groups: keys of config.json for `heads` and `groups`.
     """
 
@@ -80,6 +83,8 @@ class GroupedQueryAttention:
     has_sinks: bool = False
     hf_is_fused: bool = False
     rope_interleave: bool = False
+    key_layer: int | None = None
+    keeps_keys: bool = False
     hf_heads: str = "num_attention_heads"
     hf_groups: str = "num_key_value_heads"
 
@@ -117,6 +122,8 @@ class GroupedQueryAttention:
         channels = {"q_proj": queries * (1 + self.output_gate), "k_proj": keys}
         if not self.keys_are_values:
             channels["v_proj"] = values
+        if self.key_layer is not None:
+            channels, qkv = {"q_proj": queries}, COPY
         weights = {f"{name}.weight": (number, self.hidden) for name, number in channels.items()}
         if self.hf_is_fused:
             weights = {"qkv_proj.weight": (queries + keys + values, self.hidden)}
@@ -137,7 +144,8 @@ class GroupedQueryAttention:
         if self.qk_norm:
             query, key = (queries, keys) if self.qk_norm_is_joint else (self.head_dim, self.head_dim)
             rows.append(Row("q_layernorm.weight", {"q_norm.weight": (query,)}))
-            rows.append(Row("k_layernorm.weight", {"k_norm.weight": (key,)}))
+            if self.key_layer is None:
+                rows.append(Row("k_layernorm.weight", {"k_norm.weight": (key,)}))
         return lift(rows, "self_attention.", "self_attn.")
 
     def parameters(self, rank: Rank) -> ParameterCount:
@@ -148,6 +156,8 @@ class GroupedQueryAttention:
         norms = 0
         if self.qk_norm:
             norms = queries + keys if self.qk_norm_is_joint else 2 * self.head_dim
+            if self.key_layer is not None:
+                norms = self.head_dim
         return ParameterCount(self._matrices(rank) + biases + sinks + norms)
 
     def macs_per_token(self) -> int:
@@ -173,6 +183,8 @@ class GroupedQueryAttention:
         if rank.cp > 1 or self.value_scale != 1:
             # Queries and the result; keys and values, of all context-parallel ranks, are separate tensors.
             core = queries + results + (keys + values) * rank.cp
+        elif self.key_layer is not None:  # keys and values are stored by the layer that computes them
+            core = queries + results
         else:
             # Queries, keys and the result; values are a view of the projection's output, so the whole output is stored.
             core = queries + results + keys + self._projected(rank)
@@ -186,7 +198,7 @@ class GroupedQueryAttention:
         num_bytes += _softmax_statistics(rank, self.heads)
         if self.qk_norm:
             num_bytes += self._qk_norm_bytes(rank)
-        if self.value_norm:
+        if self.value_norm and self.key_layer is None:
             num_bytes += self._value_norm_bytes(rank)
         return num_bytes
 
@@ -208,6 +220,8 @@ class GroupedQueryAttention:
         """Return the number of channels of the projection's output on a rank."""
         queries, keys = self._widths(rank)
         _, values = self._value_widths(rank)
+        if self.key_layer is not None:
+            return queries
         return queries * (1 + self.output_gate) + keys + values * (not self.keys_are_values)
 
     def _viewed(self, rank: Rank) -> int:
@@ -228,6 +242,8 @@ class GroupedQueryAttention:
             unfused = replace(rank, is_fused=False)  # no kernel sums over ranks
             return sum(unfused.norm_activation_bytes(rank.tokens, width) for width in (queries, keys))
         heads, groups = self.heads // rank.tp, self.groups // rank.tp
+        if self.key_layer is not None:
+            return rank.norm_activation_bytes(rank.tokens * heads, self.head_dim)
         num_bytes = rank.norm_activation_bytes(rank.tokens * heads, self.head_dim) + rank.norm_activation_bytes(
             rank.tokens * groups, self.head_dim
         )

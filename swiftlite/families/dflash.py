@@ -33,7 +33,7 @@ from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families import eagle3
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
-from swiftlite.families.drafter import Drafter
+from swiftlite.families.drafter import Drafter, DrafterSizes
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 
@@ -159,6 +159,23 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
     return lift(rows, f"mtp.layers.{layer}.", "")
 
 
+def _sizes(family: "Family", hf_config: HfConfig, drafts: int) -> DrafterSizes:
+    hidden, num_features = hf_config["hidden_size"], len(hf_config[DRAFTER_KEY][FEATURES_KEY])
+    queries, rank = drafts + (not samples_from_anchor(hf_config)), markov_rank(hf_config)
+    return DrafterSizes(
+        rows=_rows(family, hf_config, 0),
+        layers=[layer_of(family.architecture(hf_config), hf_config)] * num_decoder_layers(hf_config),
+        passes=1,
+        queries=queries,
+        # Keys and values of the context are computed with the whole matrix of queries, keys and values.
+        exceptions={"fc.weight": 1, **dict.fromkeys(("q_proj.", "k_proj.", "v_proj."), queries + 1), "markov_head.": 0},
+        # Features, context before and after its norm, and the inputs of the output norm.
+        stored=(num_features + 2 + queries) * hidden,
+        output=hidden,
+        own_output=rank,
+    )
+
+
 def _sources(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str]:
     """Return the parameters of the trunk's last decoder layers, except for norms of keys."""
     num_layers, prefix = num_decoder_layers(hf_config), f"mtp.layers.{layer}."
@@ -177,7 +194,9 @@ def _sources(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str
 def _problems(hf_config: HfConfig) -> list[str]:
     declared, problems = hf_config[DRAFTER_KEY], []
     features, layers, mask = (declared.get(key) for key in (FEATURES_KEY, LAYERS_KEY, MASK_KEY))
-    if not features:
+    if hf_config.get("num_hidden_layers") == 1:
+        problems.append("it requires a model with two decoder layers or more")
+    elif not features:
         problems.append(f"{FEATURES_KEY} is missing")
     elif isinstance(features, list) and features[0] == 0:
         problems.append(f"{FEATURES_KEY} has layer 0, whose input is the embedding")
@@ -204,6 +223,7 @@ DFLASH = Drafter(
     problems=_problems,
     why_not=why_not,
     own_config=own_config,
+    sizes=_sizes,
     vllm_trunks=eagle3.VLLM_TRUNKS,
     llamacpp_trunks=eagle3.LLAMACPP_TRUNKS,
 )

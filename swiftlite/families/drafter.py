@@ -5,17 +5,23 @@ metrics and acceptance depend only on these states. `drafters.py` lists all kind
 of each kind.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.drafting import Drafting
+from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import HfConfig, Row
+from swiftlite.families.layer import Layer
+from swiftlite.families.rank import ParameterCount, Rank
 
 if TYPE_CHECKING:
     from swiftlite.families.family import Family
 
 
+_IN_LAYER = re.compile(r"\.(decoder_layer_\d+|transformer_layer)\.")
 _OF_MLP = ("mlp.", "pre_mlp_layernorm.", "post_mlp_layernorm.")
 """Prefixes of the parameters of a decoder layer that belong to its MLP, or to a norm of the MLP's input or output."""
 
@@ -51,6 +57,73 @@ def state_after_norm(family: "Family", hf_config: HfConfig) -> Drafting:
 
 
 @dataclass(frozen=True)
+class DrafterSizes:
+    """Describe what one layer of a drafter computes per position of the trunk, to estimate memory, FLOPs and time.
+
+    Attributes:
+        rows: its bridge rows. Tensor-parallel ranks split the matrices of decoder layers, and those with one row per
+            token of the vocabulary (`PadEnd`); each rank has all other parameters.
+        layers: its decoder layers.
+        passes: number of times that they are computed, one after the other.
+        queries: number of queries per position in each pass.
+        exceptions: number of times that other matrices are multiplied with a state, by a part of their HF names. The
+            default is `runs`.
+        stored: number of values that are stored for the backward pass, in addition to those of decoder layers.
+        output: number of inputs of the trunk's output layer.
+        own_output: number of inputs of an output layer of the drafter.
+        read_macs: multiply-adds per position of the trunk's matrices that are computed again, without gradients.
+    """
+
+    rows: Sequence[Row]
+    layers: Sequence[Layer]
+    passes: int
+    queries: int
+    exceptions: Mapping[str, int]
+    stored: int
+    output: int
+    own_output: int = 0
+    read_macs: int = 0
+
+    @property
+    def runs(self) -> int:
+        """Number of states that each decoder layer computes per position."""
+        return self.passes * self.queries
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        """Count the parameters on a rank."""
+        count = ParameterCount()
+        for row in self.rows:
+            number = sum(prod(shape) for shape in row.hf.values())
+            (size, *others), *_ = row.hf.values()
+            if isinstance(row.join, PadEnd):
+                number = -(-size // rank.tp) * prod(others)
+            elif others and _IN_LAYER.search(row.mcore):
+                number //= rank.tp
+            count += ParameterCount(frozen=number) if row.is_frozen else ParameterCount(number)
+        return count
+
+    def macs(self) -> int:
+        """Count the multiply-adds per position of a forward pass, without attention scores and output layers."""
+        return sum(size_out * size_in * times for _, size_out, size_in, times in self._matrices())
+
+    def projections(self) -> list[tuple[int, int]]:
+        """List output and input size of the matrices outside of decoder layers, as often as they are multiplied."""
+        found = []
+        for mcore, size_out, size_in, times in self._matrices():
+            if not _IN_LAYER.search(mcore):
+                found += [(size_out, size_in)] * times
+        return found
+
+    def _matrices(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield Megatron name, output size, input size and number of products per position of every matrix."""
+        for row in self.rows:
+            for hf_key, shape in row.hf.items():
+                if len(shape) == 2:
+                    found = [times for part, times in self.exceptions.items() if part in hf_key]
+                    yield row.mcore, *shape, (found or [self.runs])[0]
+
+
+@dataclass(frozen=True)
 class Drafter:
     """A kind of drafter.
 
@@ -77,6 +150,7 @@ class Drafter:
         vllm_trunks, sglang_trunks, llamacpp_trunks: families of trunks that the engine drafts for with it.
         vllm_method: vLLM's name of the kind; empty: the same.
         needs_plugin: whether vLLM drafts with a class of swiftlite's plugin, and not without it.
+        sizes: returns sizes and work of a layer that drafts a number of tokens; None: those of an MTP head.
         is_fitted: whether `--mtp_init fit_last_layer` can fit new layers (`train/head_fit.py`).
     """
 
@@ -96,6 +170,7 @@ class Drafter:
     llamacpp_trunks: tuple[str, ...] = ()
     vllm_method: str = ""
     needs_plugin: bool = False
+    sizes: Callable[["Family", HfConfig, int], DrafterSizes] | None = None
     is_fitted: bool = False
 
     @property

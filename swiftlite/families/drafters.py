@@ -1,12 +1,13 @@
 """List the kinds of drafters, by the `kind` that config.json declares. If it declares none, the kind is MTP heads."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.errors import clip
-from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP, OWN_CONFIG_KEY
+from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, GEMMA4_ASSISTANTS, MTP, OWN_CONFIG_KEY
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families import dflash, eagle3, gemma4_assistant, mtp_features
 from swiftlite.families.drafter import Drafter, sources_of_head
@@ -40,6 +41,9 @@ DRAFTERS: dict[str, Drafter] = {
     gemma4_assistant.KIND: gemma4_assistant.ASSISTANT,
 }
 
+_PUBLISHED = dict.fromkeys(GEMMA4_ASSISTANTS, gemma4_assistant.ASSISTANT)
+"""Drafters with a function `published`, by the `model_type` of the config.json in a directory of their own."""
+
 SERVED = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.own_config))
 """The kinds with which vLLM and transformers draft."""
 
@@ -54,37 +58,50 @@ NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
 
 def is_published(own_config: HfConfig) -> bool:
     """Return whether a config.json is that of a drafter that is published in a directory of its own."""
-    kind = own_config.get("model_type")
-    return isinstance(kind, str) and kind in DRAFTERS and DRAFTERS[kind].published is not None
+    model_type = own_config.get("model_type")
+    return isinstance(model_type, str) and model_type in _PUBLISHED
 
 
-def with_drafter(
-    hf_config: HfConfig,
-    name: str | None,
-    decoder_layers: int | None = None,
-    features: Sequence[int] = (),
-    markov_rank: int | None = None,
-    own: HfConfig | None = None,
-) -> dict[str, Any]:
-    """Return a config.json that declares a drafter of NEW, or an MTP head with features, without layers, so that a run
-    creates them. If it already declares this drafter, or none is given, nothing changes.
+@dataclass(frozen=True)
+class DrafterOptions:
+    """The options of a run that declare a drafter.
 
-    Args:
-        own: content of the files of a drafter that is published in a directory of its own (`own_settings`), which is
-            declared with its layers; None without one.
-        decoder_layers: number of decoder layers of a block drafter; None: that of config.json, or 1.
-        features: numbers of the layers whose inputs an MTP head reads; numbers that a rule reports change nothing.
+    Attributes:
+        drafter: a name in `NEW`; None for MTP heads or the drafter of the checkpoint.
+        drafter_layers: number of decoder layers of a block drafter; None: that of config.json, or 1.
+        mtp_features: numbers of the layers whose inputs an MTP head reads; numbers that a rule reports change nothing.
         markov_rank: rank of the Markov head of a DSpark drafter; None: that of config.json, or the default.
+        own: content of the files of a drafter that is published in a directory of its own (`own_settings_of`); None
+            without one.
+    """
+
+    drafter: str | None = None
+    drafter_layers: int | None = None
+    mtp_features: Sequence[int] = ()
+    markov_rank: int | None = None
+    own: HfConfig | None = None
+
+    @classmethod
+    def of(cls, args: Any, own: HfConfig | None = None) -> "DrafterOptions":
+        """Return the options of a training command."""
+        return cls(args.drafter, args.drafter_layers, args.mtp_features or (), args.markov_rank, own)
+
+
+def with_drafter(hf_config: HfConfig, options: DrafterOptions) -> dict[str, Any]:
+    """Return a config.json that declares a drafter of NEW, or an MTP head with features, without layers, so that a run
+    creates them; or a published drafter (`own`) with its layers. If it already declares this drafter, or none is given,
+    nothing changes.
     """
     sizes = (hf_config.get("num_hidden_layers"), hf_config.get("vocab_size"))
     if not all(isinstance(size, int) for size in sizes):  # which a rule reports
         return dict(hf_config)
-    if own is not None:
-        published = DRAFTERS[own[OWN_CONFIG_KEY]["model_type"]].published
+    if options.own is not None:
+        published = _PUBLISHED[options.own[OWN_CONFIG_KEY]["model_type"]].published
         assert published is not None
-        return {**hf_config, DRAFTER_KEY: published(own, hf_config)}
-    if name is not None:
-        new = NEW[name](hf_config)
+        return {**hf_config, DRAFTER_KEY: published(options.own, hf_config)}
+    features = options.mtp_features
+    if options.drafter is not None:
+        new = NEW[options.drafter](hf_config)
     elif features and 0 not in features and are_features([*features], sizes[0]):
         new = mtp_features.declaration(features)
     else:
@@ -94,10 +111,10 @@ def with_drafter(
         declared = {}
     if declared.get("kind") == new["kind"] and new["kind"] in dflash.KINDS:
         new |= {key: declared[key] for key in dflash.SETTINGS if key in declared}
-    if decoder_layers is not None and new["kind"] in dflash.KINDS:  # otherwise a rule reports the option
-        new[dflash.LAYERS_KEY] = decoder_layers
-    if markov_rank is not None and new["kind"] == dflash.DSPARK:
-        new[dflash.MARKOV_KEY] = markov_rank
+    if options.drafter_layers is not None and new["kind"] in dflash.KINDS:  # otherwise a rule reports the option
+        new[dflash.LAYERS_KEY] = options.drafter_layers
+    if options.markov_rank is not None and new["kind"] == dflash.DSPARK:
+        new[dflash.MARKOV_KEY] = options.markov_rank
     if {**declared, "layers": 0} == new:
         return dict(hf_config)
     return {**hf_config, DRAFTER_KEY: new}

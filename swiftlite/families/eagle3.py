@@ -21,7 +21,7 @@ from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, Heads
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
-from swiftlite.families.drafter import Drafter
+from swiftlite.families.drafter import Drafter, DrafterSizes
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 
@@ -156,6 +156,21 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
     return lift(rows, f"mtp.layers.{layer}.", "")
 
 
+def _sizes(family: "Family", hf_config: HfConfig, drafts: int) -> DrafterSizes:
+    hidden, num_features = hf_config["hidden_size"], len(hf_config[DRAFTER_KEY][FEATURES_KEY])
+    return DrafterSizes(
+        rows=_rows(family, hf_config, 0),
+        layers=[layer_of(family.architecture(hf_config), hf_config)],
+        passes=drafts,
+        queries=1,
+        exceptions={"fc.weight": 1},
+        # The features, before their norms too; of each draft: the two normalized inputs, one more than in the layer,
+        # and the input of the output norm.
+        stored=num_features * hidden * (1 + is_set(hf_config, "fc_norm")) + drafts * 4 * hidden,
+        output=hidden,
+    )
+
+
 def _problems(hf_config: HfConfig) -> list[str]:
     declared = hf_config[DRAFTER_KEY]
     problems = [f"{flag} is not true or false" for flag in FLAGS if not isinstance(declared.get(flag, False), bool)]
@@ -173,6 +188,7 @@ EAGLE3 = Drafter(
     problems=_problems,
     why_not=why_not,
     own_config=own_config,
+    sizes=_sizes,
     vllm_trunks=VLLM_TRUNKS,
     sglang_trunks=SGLANG_TRUNKS,
     llamacpp_trunks=LLAMACPP_TRUNKS,

@@ -31,7 +31,7 @@ class ExpertsAndMlp:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("moe",)
     needs_sequence_parallel: ClassVar[str] = "experts"
-    layer_arguments: ClassVar[tuple[str, ...]] = ()
+    layer_arguments: ClassVar[tuple[str, ...]] = Mlp.layer_arguments
     norms_input: ClassVar[bool] = True
 
     dense: Mlp

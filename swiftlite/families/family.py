@@ -72,6 +72,8 @@ class Family:
             not compute the tower, and copies its tensors unchanged.
         language_model: prefixes of the HF names of the language model, its heads and its tower, if files contain other
             parts, such as a vision tower that is not computed here; empty otherwise.
+        is_unread: returns whether an HF tensor of the language model is not used by the model. Such tensors are copied
+            unchanged, like those of other parts.
         memory_names: maps prefixes of HF names (within a layer) to the prefixes that transformers uses in memory. Only
             prefixes that differ are listed.
         renamed: the same family with the names of other files, in which those of the language model start with
@@ -92,6 +94,7 @@ class Family:
     vision: Callable[[HfConfig], VisionTower] | None = None
     language_model: tuple[str, ...] = ()
     norm_start: float = 1.0
+    is_unread: Callable[[HfConfig, str], bool] = lambda hf_config, hf_key: False
     memory_names: Mapping[str, str] = field(default_factory=dict)
     renamed: "Family | None" = None
     numbers_by_layer: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -193,12 +196,14 @@ class Family:
             drafters += DRAFTERS.values()
         return any(drafter.layer_of(self, hf_config, hf_key) is not None for drafter in drafters)
 
-    def is_carried(self, hf_key: str) -> bool:
-        """Return whether an HF tensor is not part of the language model.
+    def is_carried(self, hf_config: HfConfig, hf_key: str) -> bool:
+        """Return whether an HF tensor is not part of the language model, or not used by it.
 
         Such tensors are not read, and an export copies them unchanged from the source model.
         """
-        return bool(self.language_model) and not hf_key.startswith(self.language_model)
+        if self.language_model and not hf_key.startswith(self.language_model):
+            return True
+        return self.is_unread(hf_config, hf_key)
 
     def is_derived(self, hf_key: str) -> bool:
         """Return whether an HF tensor is neither read nor written.

@@ -13,20 +13,24 @@ its query and its keys are those of the first draft. So the assistant has no sta
 The model computes these keys and values from the inputs of the trunk's two layers (`Heads.features`) a second time.
 
 An assistant is published in a directory of its own, whose config.json is kept under OWN_CONFIG_KEY. Its tensors have
-the names of this directory, after `PREFIX`. In transformers, queries have position s + 1 instead, and the window of
-sliding attention has one more token; here, both are those of vLLM.
+the names of this directory, after `PREFIX`. That of the 12B is the same module with another `model_type`. In
+transformers, queries have position s + 1 instead, and the window of sliding attention has one more token; here, both
+are those of vLLM.
 """
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, GEMMA4_ASSISTANT, OWN_CONFIG_KEY
 from swiftlite.bridge.hf_config import OWN_PREFIXES
-from swiftlite.bridge.join import COPY, PadEnd
+from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.drafter import Drafter
+from swiftlite.families.drafter import Drafter, DrafterSizes
+from swiftlite.families.gemma4_layers import key_layers, kinds_of_layers, of_full_layers
 from swiftlite.families.layer import Layer
+from swiftlite.families.layer_types import FULL, WINDOW
 from swiftlite.families.mlp import Mlp
 
 if TYPE_CHECKING:
@@ -34,11 +38,10 @@ if TYPE_CHECKING:
 
 KIND = GEMMA4_ASSISTANT
 PREFIX = OWN_PREFIXES[KIND]
-TRUNKS = ("gemma4_text", "gemma4")
+TRUNKS = ("gemma4_text", "gemma4", "gemma4_unified")
 _ACTIVATION = "gelu_pytorch_tanh"
-_WINDOW, _FULL = "sliding_attention", "full_attention"
-_INTERVAL = 6
-_NEW_LAYERS = (_WINDOW, _WINDOW, _WINDOW, _FULL)
+_QKV = "linear_qkv.weight"
+_NEW_LAYERS = (WINDOW, WINDOW, WINDOW, FULL)
 """Layers of a new assistant, as in published ones."""
 _OF_TRUNK = (
     *("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "sliding_window"),
@@ -72,11 +75,12 @@ def declaration(hf_config: HfConfig) -> dict[str, Any]:
 
     It has the attention of the trunk, and a fifth of its hidden size, like published assistants.
     """
-    hidden = hf_config.get("hidden_size") or 0
+    hidden, of_12b = hf_config.get("hidden_size") or 0, hf_config.get("model_type") == "gemma4_unified"
+    model_type, class_name = ("gemma4_unified", "Gemma4Unified") if of_12b else ("gemma4", "Gemma4")
     size = max(hidden // 5 // 64 * 64, 64)
     text = {key: hf_config[key] for key in _OF_TRUNK if key in hf_config}
     text |= {
-        "model_type": "gemma4_text",
+        "model_type": f"{model_type}_text",
         "hidden_size": size,
         "intermediate_size": 4 * size,
         "num_hidden_layers": len(_NEW_LAYERS),
@@ -89,8 +93,8 @@ def declaration(hf_config: HfConfig) -> dict[str, Any]:
         **_of_full_layers(hf_config),
     }
     config = {
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": KIND,
+        "architectures": [f"{class_name}AssistantForCausalLM"],
+        "model_type": f"{model_type}_assistant",
         "backbone_hidden_size": hidden,
         "use_ordered_embeddings": False,
         "tie_word_embeddings": True,
@@ -102,29 +106,16 @@ def declaration(hf_config: HfConfig) -> dict[str, Any]:
 
 def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
     """Return the settings of full attention, with the keys of published files."""
-    stated = hf_config.get("per_layer_config")
-    if isinstance(stated, dict) and stated:
-        own = next(iter(stated.values()))
-        found = {"global_head_dim": own.get("head_dim"), "num_global_key_value_heads": own.get("num_key_value_heads")}
-        found["attention_k_eq_v"] = "num_key_value_heads" in own or hf_config.get("attention_k_eq_v")
-    else:
-        keys = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
-        found = {key: hf_config.get(key) for key in keys}
+    own = of_full_layers(hf_config)
+    found = {"global_head_dim": own.get("head_dim"), "num_global_key_value_heads": own.get("num_key_value_heads")}
+    found["attention_k_eq_v"] = "num_key_value_heads" in own or hf_config.get("attention_k_eq_v")
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _layer_types(hf_config: HfConfig) -> list[str]:
-    stated = hf_config.get("layer_types")
-    if isinstance(stated, list):
-        return stated
-    numbers = range(1, (hf_config.get("num_hidden_layers") or 0) + 1)
-    return [_WINDOW if number % _INTERVAL else _FULL for number in numbers]
-
-
 def _read_layers(hf_config: HfConfig) -> list[int]:
-    """Return the numbers of the trunk's layers whose keys and values assistants read: the last one of each kind."""
-    last = {kind: number for number, kind in enumerate(_layer_types(hf_config))}
-    return sorted(last.values())
+    """Return the numbers of the trunk's layers whose keys and values assistants read: those of the last one of each
+    kind."""
+    return sorted(dict(zip(kinds_of_layers(hf_config), key_layers(hf_config), strict=True)).values())
 
 
 def text_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -134,23 +125,30 @@ def text_config(hf_config: HfConfig) -> dict[str, Any]:
 
 def layers_of(architecture: Architecture, hf_config: HfConfig) -> list[Layer]:
     """Return the decoder layers of the assistant. Their attention is that of the layers whose keys they read, with
-    other queries; keys and values, which it has as well, are not computed."""
+    other queries."""
     text, read_layers = text_config(hf_config), hf_config[DRAFTER_KEY][FEATURES_KEY]
     mlp = Mlp(text["hidden_size"], text["intermediate_size"], activation=_ACTIVATION)
     layers = []
     for index in features_read(hf_config):
-        read: Any = architecture.layers[read_layers[index]].attention
-        window = None if read.window is None else text["sliding_window"]
-        own = replace(read, hidden=text["hidden_size"], heads=text["num_attention_heads"], window=window)
+        number = read_layers[index]
+        read: Any = architecture.layers[number].attention
+        own = replace(
+            read,
+            hidden=text["hidden_size"],
+            heads=text["num_attention_heads"],
+            window=None if read.window is None else text["sliding_window"],
+            key_layer=number,
+            keeps_keys=False,
+        )
         layers.append(Layer(own, mlp, has_output_norms=True, has_scalar=True))
     return layers
 
 
 def features_read(hf_config: HfConfig) -> list[int]:
     """Return, for each layer of the assistant, the index in `Heads.features` of the layer whose keys it reads."""
-    kinds = _layer_types(hf_config)
+    kinds = kinds_of_layers(hf_config)
     of_kind = {kinds[layer]: index for index, layer in enumerate(hf_config[DRAFTER_KEY][FEATURES_KEY])}
-    return [of_kind[kind] for kind in _layer_types(text_config(hf_config))]
+    return [of_kind[kind] for kind in kinds_of_layers(text_config(hf_config))]
 
 
 def why_not(family: "Family", hf_config: HfConfig) -> str:
@@ -159,7 +157,7 @@ def why_not(family: "Family", hf_config: HfConfig) -> str:
     keys = ("head_dim", "num_key_value_heads", "rope_parameters")
     differing = [key for key in keys if text.get(key) != hf_config.get(key)]
     own, trunk = _of_full_layers(text), _of_full_layers(hf_config)
-    if _FULL in _layer_types(text):
+    if FULL in kinds_of_layers(text):
         differing += [
             key for key in ("global_head_dim", "num_global_key_value_heads") if own.get(key) != trunk.get(key)
         ]
@@ -187,22 +185,32 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
         Row("output_layer.weight", embedding, PadEnd()),
     ]
     for number, own in enumerate(layers_of(family.architecture(hf_config), hf_config)):
-        rows += lift(_rows_of_layer(own), f"decoder_layer_{number}.", f"model.layers.{number}.")
+        rows += lift(_trained(own.rows()), f"decoder_layer_{number}.", f"model.layers.{number}.")
     return lift(rows, f"mtp.layers.{layer}.", PREFIX)
 
 
-def _rows_of_layer(layer: Layer) -> list[Row]:
-    """Return the bridge rows of a layer, without keys and values."""
-    rows = []
-    for row in layer.rows():
-        if row.mcore == "self_attention.linear_qkv.weight":
-            query = "self_attn.q_proj.weight"
-            row = replace(row, hf={query: row.hf[query]}, join=COPY)
-        if row.mcore == "layer_scalar":
-            row = replace(row, is_frozen=False)  # that of a new layer is 1, and no copy; buffers are never trained
-        if not row.mcore.endswith("k_layernorm.weight"):
-            rows.append(row)
-    return rows
+def _trained(rows: list[Row]) -> list[Row]:
+    """Return the bridge rows of a layer whose number (`Layer.has_scalar`) is not a copy: that of a new layer is 1.
+    Buffers are never trained."""
+    return [replace(row, is_frozen=False) for row in rows]
+
+
+def _sizes(family: "Family", hf_config: HfConfig, drafts: int) -> DrafterSizes:
+    hidden, size = hf_config["hidden_size"], text_config(hf_config)["hidden_size"]
+    architecture = family.architecture(hf_config)
+    features = hf_config[DRAFTER_KEY][FEATURES_KEY]
+    read = itertools.chain.from_iterable(architecture.layers[number].matrices for number in features)
+    return DrafterSizes(
+        rows=_rows(family, hf_config, 0),
+        layers=layers_of(architecture, hf_config),
+        passes=drafts,
+        queries=1,
+        exceptions={"embed_tokens.": 0},
+        stored=drafts * (2 * hidden + 2 * size),  # inputs of both projections, and of the output norm
+        output=0,
+        own_output=size,
+        read_macs=sum(size_out * size_in for name, size_out, size_in in read if name.endswith(_QKV)),
+    )
 
 
 def _problems(hf_config: HfConfig) -> list[str]:
@@ -218,7 +226,10 @@ def _problems(hf_config: HfConfig) -> list[str]:
         if text.get(key) not in values:
             problems.append(f"{key} {text.get(key)!r} is not supported; it can only be {values[0]!r}")
     if config.get("use_ordered_embeddings"):
-        problems.append("use_ordered_embeddings is not supported, which assistants of E2B and E4B have")
+        problems.append(
+            "use_ordered_embeddings is not supported, which published assistants of E2B and E4B have; "
+            "--drafter gemma4_assistant creates one without it"
+        )
     if not config.get("tie_word_embeddings", True):
         problems.append("tie_word_embeddings is not true")
     for key, found, wanted in (
@@ -230,7 +241,7 @@ def _problems(hf_config: HfConfig) -> list[str]:
     kinds = text.get("layer_types")  # transformers changes the kind of the last layer where it is not stated
     if not isinstance(kinds, list) or len(kinds) != text.get("num_hidden_layers"):
         problems.append("layer_types does not list the kind of each layer")
-    elif not all(kind in _layer_types(hf_config) for kind in kinds):
+    elif not all(kind in kinds_of_layers(hf_config) for kind in kinds):
         problems.append("layer_types has a kind that the trunk does not have")
     if declared.get(FEATURES_KEY) != _read_layers(hf_config):
         problems.append(f"{FEATURES_KEY} are not the last layers of each kind, {_read_layers(hf_config)}")
@@ -245,6 +256,7 @@ ASSISTANT = Drafter(
     problems=_problems,
     why_not=why_not,
     own_config=own_config,
+    sizes=_sizes,
     own_prefix=PREFIX,
     published=published,
     vllm_trunks=TRUNKS,

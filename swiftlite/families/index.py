@@ -1,5 +1,7 @@
 """A list of all families, by the `model_type` of Hugging Face."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from swiftlite.base.errors import UserError
@@ -16,7 +18,7 @@ from swiftlite.families.models.deepseek_v32 import DEEPSEEK_V32
 from swiftlite.families.models.ernie4_5_moe import ERNIE4_5_MOE
 from swiftlite.families.models.exaone4 import EXAONE4, EXAONE4_5
 from swiftlite.families.models.gemma3 import GEMMA3, GEMMA3_TEXT
-from swiftlite.families.models.gemma4 import GEMMA4, GEMMA4_TEXT
+from swiftlite.families.models.gemma4 import GEMMA4, GEMMA4_TEXT, GEMMA4_UNIFIED
 from swiftlite.families.models.glm4_moe import GLM4_MOE
 from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
 from swiftlite.families.models.glm_moe_dsa import GLM_MOE_DSA
@@ -61,6 +63,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": GEMMA3_TEXT,
     "gemma4": GEMMA4,
     "gemma4_text": GEMMA4_TEXT,
+    "gemma4_unified": GEMMA4_UNIFIED,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "glm_moe_dsa": GLM_MOE_DSA,
@@ -160,7 +163,15 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
     if architecture is None:
         problem = f"config.json (model_type {family.name!r}) lacks a size, so its memory is unknown"
         raise UserError(problem, "copy it from the model's source again")
-    return architecture
+    return with_drafter_sizes(architecture, family, hf_config)
+
+
+def with_drafter_sizes(architecture: Architecture, family: Family, hf_config: HfConfig) -> Architecture:
+    """Return the architecture with the sizes of the drafter that config.json declares."""
+    sizes = family.drafter(hf_config).sizes
+    if sizes is None:
+        return architecture
+    return replace(architecture, drafter=partial(sizes, family, hf_config))
 
 
 def known_architecture(hf_config: HfConfig) -> Architecture | None:

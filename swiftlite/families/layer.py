@@ -156,6 +156,8 @@ class Layer:
         has_output_norms: whether the outputs of attention and MLP are normalized before they are added to the state.
         has_scalar: whether the output of the layer is multiplied by a number of the layer, which is not trained.
             Requires `has_output_norms`.
+        own_input: size of an input of the layer in addition to the state (`Outside.own_inputs`), which is gated by the
+            state and added to it behind the MLP; 0 without one. Requires `has_output_norms`.
     """
 
     attention: Attention
@@ -165,6 +167,7 @@ class Layer:
     has_input_norms: bool = True
     has_output_norms: bool = False
     has_scalar: bool = False
+    own_input: int = 0
 
     def rows(self) -> list[Row]:
         """Return the bridge rows, with names relative to the layer."""
@@ -182,7 +185,18 @@ class Layer:
             }
         norms = [Row(f"{mcore}.weight", {f"{hf}.weight": (hidden,)}) for mcore, hf in names.items()]
         scalar = [Row("layer_scalar", {"layer_scalar": (1,)}, is_frozen=True)] if self.has_scalar else []
-        return [self._renamed(row) for row in (*self.attention.rows(), *norms, *self.mlp.rows(), *scalar)]
+        rows = (*self.attention.rows(), *norms, *self.mlp.rows(), *self._rows_of_own_input(), *scalar)
+        return [self._renamed(row) for row in rows]
+
+    def _rows_of_own_input(self) -> list[Row]:
+        hidden, size = self.attention.hidden, self.own_input
+        if not size:
+            return []
+        return [
+            Row("own_input_gate.weight", {"per_layer_input_gate.weight": (size, hidden)}),
+            Row("own_input_projection.weight", {"per_layer_projection.weight": (hidden, size)}),
+            Row("own_input_norm.weight", {"post_per_layer_input_norm.weight": (hidden,)}),
+        ]
 
     def _renamed(self, row: Row) -> Row:
         return replace(row, hf={renamed(name, self.hf_names): shape for name, shape in row.hf.items()})
@@ -204,7 +218,8 @@ class Layer:
 
     def parameters(self, rank: Rank) -> ParameterCount:
         """Count the parameters on a rank."""
-        own = ParameterCount(self._num_norms * self.attention.hidden, frozen=int(self.has_scalar))
+        weights = self._num_norms * self.attention.hidden + self._own_input_weights
+        own = ParameterCount(weights, frozen=int(self.has_scalar))
         return own + self.attention.parameters(rank) + self.mlp.parameters(rank)
 
     @property
@@ -219,15 +234,24 @@ class Layer:
 
     @property
     def _num_norms(self) -> int:
-        return self.norms_attention_input + self.norms_mlp_input + 2 * self.has_output_norms
+        norms = self.norms_attention_input + self.norms_mlp_input + 2 * self.has_output_norms
+        return norms + (self.own_input > 0)
+
+    @property
+    def _own_input_weights(self) -> int:
+        """Number of weights of the two matrices of the layer's own input, which every tensor-parallel rank has."""
+        return 2 * self.own_input * self.attention.hidden
 
     def macs_per_token(self) -> int:
         """Count the multiply-adds per token of a forward pass, without attention scores and values."""
-        return self.attention.macs_per_token() + self.mlp.macs_per_token()
+        return self.attention.macs_per_token() + self.mlp.macs_per_token() + self._own_input_weights
 
     def activation_bytes(self, rank: Rank) -> int:
         """Return the bytes that autograd saves on a rank for norms, and for attention and MLP with their
         inputs."""
         norms = self._num_norms * rank.norm_activation_bytes(rank.sequence_tokens, self.attention.hidden)
         inputs = self.attention.input_activation_bytes(rank) + self.mlp.input_activation_bytes(rank)
-        return norms + inputs + self.attention.activation_bytes(rank) + self.mlp.activation_bytes(rank)
+        outside = norms + inputs
+        if self.own_input:  # the state; gates before and after the activation, and their product with the input
+            outside += rank.hidden_state_bytes(self.attention.hidden + 3 * self.own_input)
+        return outside + self.attention.activation_bytes(rank) + self.mlp.activation_bytes(rank)

@@ -32,7 +32,7 @@ class Mlp:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("mlp",)
     needs_sequence_parallel: ClassVar[str] = ""
-    layer_arguments: ClassVar[tuple[str, ...]] = ()
+    layer_arguments: ClassVar[tuple[str, ...]] = ("ffn_hidden_size",)
     norms_input: ClassVar[bool] = False
 
     hidden: int

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import RmArgs
+from swiftlite.args.commands import RmArgs, SftArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import MTP, OWN_CONFIG_KEY, OWN_GENERATION_KEY, Heads, kind_of
 from swiftlite.base.json_file import read_json
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.hf_config import HEADS_FILE, read_config
-from swiftlite.families.drafters import is_published, with_drafter
+from swiftlite.families.drafters import DrafterOptions, is_published, with_drafter
 from swiftlite.families.family import Family
 from swiftlite.families.index import get
 from swiftlite.families.reward_model import as_reward_model
@@ -127,11 +127,8 @@ def resolve_options(args: Any) -> dict[str, HfModel]:
         config = as_reward_model(model.config)
         models["model"] = replace(model, config=config, family=get(config, model.directory))
     model = models.get("model")
-    if model is not None and own:
-        models["model"] = replace(model, config=with_drafter(model.config, None, own=own))
-    elif model is not None and (getattr(args, "drafter", None) or getattr(args, "mtp_features", None)):
-        config = with_drafter(model.config, args.drafter, args.drafter_layers, args.mtp_features, args.markov_rank)
-        models["model"] = replace(model, config=config)
+    if model is not None and isinstance(args, SftArgs):
+        models["model"] = replace(model, config=with_drafter(model.config, DrafterOptions.of(args, own)))
     if own:
         models["mtp_graft_from"] = replace(models["model"], name=grafted, directory=local_model(grafted))
     return models

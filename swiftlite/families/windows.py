@@ -6,16 +6,14 @@ embedding. transformers 5 writes its settings into `rope_parameters`, by the kin
 for each key, with names that depend on the family.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from swiftlite.families import dense
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.family import HfConfig
+from swiftlite.families.layer_types import FULL, KINDS, WINDOW, layer_types
 from swiftlite.families.rope import ROPE_KEYS
-
-WINDOW, FULL = "sliding_attention", "full_attention"
-KINDS = (WINDOW, FULL)
 
 Bases = Mapping[str, tuple[str | None, float | None]]
 """By the kind of layer: the key of old files with the base of its rotary angles, and the base without this key."""
@@ -82,15 +80,6 @@ def problems_of(
         if hf_config["sliding_window"] < 1:
             problems.append(f"sliding_window {hf_config['sliding_window']} is not positive")
     return problems
-
-
-def layer_types(hf_config: HfConfig, interval: int) -> Sequence[str]:
-    """Return the kind of each layer. By default, every `interval`-th layer has full attention."""
-    stated = hf_config.get("layer_types")
-    if stated is not None:
-        return stated
-    numbers = range(1, hf_config["num_hidden_layers"] + 1)
-    return [WINDOW if number % interval else FULL for number in numbers]
 
 
 def rope(hf_config: HfConfig, kind: str, bases: Bases) -> dict[str, Any]:

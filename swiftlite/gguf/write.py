@@ -187,7 +187,7 @@ def _check_all_used(
         if name not in used
         and (not has_draft_file(model) or model.family.is_mtp(model.config, name) == of_drafter)
         and name not in copies
-        and not model.family.is_carried(name)
+        and not model.family.is_carried(model.config, name)
         and not model.family.is_derived(name)
     ]
     missing = sorted(used - checkpoint.entries.keys())

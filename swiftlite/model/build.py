@@ -1,6 +1,8 @@
 """Build this rank's part of a model from a family and a config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.features import Features
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.kernels import modules_of
+from swiftlite.model.layers.own_inputs import OwnInputs
 from swiftlite.model.settings import ModelSettings, Stage
+from swiftlite.model.shared_states import Sharing
 from swiftlite.model.specs import TOWERS, decoder_spec, drafter_spec
 from swiftlite.model.tower import SentOutputs
 from swiftlite.plan.kernels import Kernels, automatic, largest_head
@@ -28,6 +32,7 @@ from swiftlite.plan.layout import (
     mtp_pipeline_rank,
     num_virtual_stages,
     parse_stages,
+    sequence_parallel_size,
     tower_outputs_sent,
 )
 from swiftlite.runtime.device import Device
@@ -272,17 +277,43 @@ def _stage(
         if stage == 0:
             tower = TOWERS[type(architecture.tower)](architecture.tower, config)
     follows_norm = first_layer == config.num_layers
+    sharing, own_inputs = sharing_of(architecture, layout, per_stage), None
+    if sharing.input_size and stage == 0:
+        own_inputs = partial(OwnInputs, config, size=sharing.input_size, norm=drafter.modules.norm)
     return Stage(
         decoder=decoder_spec(config, layers, drafting, drafter.modules, num_deepstack > 0, first_layer),
         mtp_block=mtp_block,
         tower=tower,
         sent_outputs=sent_outputs,
         features=Features.of_stage(
-            heads.features, first_layer, len(layers), 1 + (follows_norm and drafting.takes_before_norm)
+            heads.features,
+            first_layer,
+            len(layers),
+            sharing.num_blocks(stage - 1) + 1 + (follows_norm and drafting.takes_before_norm),
         ),
+        number=stage,
+        sharing=sharing,
+        own_inputs=own_inputs,
         is_first=stage == 0,
         is_last=stage == len(per_stage) - 1,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,
+    )
+
+
+def sharing_of(architecture: Architecture, layout: ParallelLayout, per_stage: Sequence[int]) -> Sharing:
+    """Return what decoder layers read in addition to the state.
+
+    Args:
+        per_stage: number of decoder layers of each stage.
+    """
+    attentions: dict[int, Any] = {number: architecture.layers[number].attention for number in architecture.key_sources}
+    tp = layout.tensor_model_parallel_size
+    return Sharing(
+        [architecture.read_from_before(end) for end in accumulate(per_stage[:-1])],
+        {number: (attention.groups // tp, attention.head_dim) for number, attention in attentions.items()},
+        architecture.outside.own_inputs,
+        architecture.outside.hidden,
+        sequence_parallel_size(layout),
     )
 
 

@@ -120,7 +120,9 @@ def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
         (placed,) = by_depth
     embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids, placed)
     with model.features.collected(model.decoder) as features_T1H:
-        hidden_T1H = model.forward_decoder(embeddings_T1H, _rotary_emb(model, new), cache=new.cache, placed=placed)
+        hidden_T1H = model.forward_decoder(
+            embeddings_T1H, _rotary_emb(model, new), cache=new.cache, placed=placed, input_ids=new.input_ids
+        )
     if any(span.start == 0 for span in new.cache.spans):
         _check_use(model, new.cache)
     states = replace(model.split_decoder_output(hidden_T1H), features_SBH=features_T1H)

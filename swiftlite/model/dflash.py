@@ -125,8 +125,8 @@ class DFlashLayer(DrafterLayer):
         num_queries = num_drafts + (not layer.samples_from_anchor)
         num_parts = layer.tp_group.size() if layer.config.sequence_parallel else 1
         drafted, runs = None, None
-        if inputs.drafted is not None and layer.can_leave_out:
-            drafted, runs = on_device(inputs.drafted, inputs.hidden_SBH.device), _runs(inputs.drafted)
+        if layer.can_leave_out and (positions := inputs.drafted()) is not None:
+            drafted, runs = on_device(positions, inputs.hidden_SBH.device), _runs(positions)
 
         def chosen(row: torch.Tensor) -> torch.Tensor:
             return row if drafted is None else row.index_select(0, drafted)

@@ -55,7 +55,7 @@ class DraftInputs:
         tokens: for each draft, a description of the tokens for routers; None: routers do not count their load.
         cache: in decoding, the KV cache of the rows; None in training.
         drafting: which states the drafter reads.
-        drafted: as for `ModelInputs`. States at other positions are not used.
+        drafted: `ModelInputs.drafted`; states at other positions are not used.
     """
 
     hidden_SBH: torch.Tensor
@@ -67,7 +67,7 @@ class DraftInputs:
     tokens: Sequence[RoutedTokens | None]
     cache: Cache | None
     drafting: Drafting
-    drafted: torch.Tensor | None
+    drafted: Callable[[], torch.Tensor | None]
 
 
 class DrafterLayer(MegatronModule, ABC):

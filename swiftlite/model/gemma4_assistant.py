@@ -7,7 +7,6 @@ channels. In attention, S is the sequence of all sequence-parallel ranks.
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,55 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from swiftlite.model.attention.cache import Cache
-from swiftlite.model.attention.self_attention import SelfAttention
+from swiftlite.model.attention.shared_keys import Read
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
+from swiftlite.model.layers.own_inputs import sum_over_sequence_ranks
 from swiftlite.model.layers.recompute import checkpoint
-
-
-@dataclass(frozen=True)
-class Read:
-    """Hold what the queries of a layer see.
-
-    megatron-core's layers pass this object to attention in the argument for a mask.
-
-    Attributes:
-        key_SBGD, value_SBGD: keys and values of a layer of the trunk, on this context-parallel rank.
-        cache: the cache of the rows in decoding; None in training.
-    """
-
-    key_SBGD: torch.Tensor
-    value_SBGD: torch.Tensor
-    cache: Cache | None
-
-
-class ReadingAttention(SelfAttention):
-    """`SelfAttention` that computes only queries; `linear_qkv` has no other outputs."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: Read, *, rotary_pos_emb: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Return outputs [S, B, A], and None as the bias.
-
-        Args:
-            attention_mask: the keys and values, passed in place of a mask. Other arguments are those of
-                `SelfAttention.forward`.
-        """
-        both: Any = (rotary_pos_emb, attention_mask)
-        return super().forward(hidden_states, attention_mask.cache, rotary_pos_emb=both, **kwargs)
-
-    def get_query_key_value_tensors(
-        self, hidden_states: torch.Tensor, rotary_pos_emb: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """Return query [S, B, N, D], and the key and the value [S, B, G, D] that it sees.
-
-        Args:
-            rotary_pos_emb: rotary embedding of queries, and the `Read` (see `forward`).
-        """
-        rotary_emb, read = rotary_pos_emb
-        linear_q: Any = self.linear_qkv
-        q_norm: Any = self.q_layernorm
-        query = q_norm(linear_q(hidden_states)[0].unflatten(-1, (-1, self.query_size)))
-        return self._rotated(query, q_norm, rotary_emb[..., self.rope]), read.key_SBGD, read.value_SBGD
 
 
 class AssistantLayer(DrafterLayer):
@@ -107,10 +61,8 @@ class AssistantLayer(DrafterLayer):
         self.pre_projection = nn.Linear(2 * hidden, self.state_size, bias=False, dtype=config.params_dtype)
         self.post_projection = nn.Linear(self.state_size, hidden, bias=False, dtype=config.params_dtype)
         self.post_projection.weight.requires_grad_(trains_state)
-        # Every tensor-parallel rank has the whole matrices. With sequence parallelism, each computes a part of the row,
-        # and megatron-core sums the gradients.
-        for projection in (self.pre_projection, self.post_projection):
-            projection.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        for projection in (self.pre_projection, self.post_projection):  # whole on every tensor-parallel rank
+            sum_over_sequence_ranks(config, projection.parameters())
         for number, layer in enumerate(layers):
             # Attributes: in a ModuleList, megatron-core would save parts of tensor-parallel ranks as whole tensors.
             setattr(self, f"decoder_layer_{number}", build_module(layer, config=config, layer_number=number + 1))

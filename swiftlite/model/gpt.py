@@ -62,6 +62,7 @@ from swiftlite.model.loss.chunked_loss import (
 )
 from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.settings import ModelSettings, Stage
+from swiftlite.model.shared_states import SharedStates
 from swiftlite.model.stage_states import StageStates
 from swiftlite.model.tower import Placed, TowerInputs
 
@@ -154,6 +155,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
             self.output_layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.rotary_pos_emb = rotary_pos_emb
         self.tower, self.sent_outputs, self.features = stage.tower, stage.sent_outputs, stage.features
+        self.stage_number, self.sharing, self.own_inputs = stage.number, stage.sharing, None
+        if stage.own_inputs is not None:
+            self.own_inputs = stage.own_inputs(vocab=self.vocab_size, tp_group=pg_collection.tp)
         block_class = TransformerBlock if settings.holds_layers else StreamedBlock
         self.decoder = block_class(
             config=config,
@@ -320,7 +324,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
         mask = in_place_of_mask(self.decoder.layers, None, tokens, is_frozen=self.trunk_is_frozen)
         with self._frozen(), self.features.collected(self.decoder) as features_SBH:
             hidden_SBH = self.forward_preprocess(inputs.input_ids, inputs.position_ids, placed)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, inputs.packed_seq_params, tokens, mask, placed)
+            hidden_SBH = self.forward_decoder(
+                hidden_SBH, rotary_emb, inputs.packed_seq_params, tokens, mask, placed, inputs.input_ids
+            )
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, received)
         if isinstance(mask, Selections):
@@ -331,7 +337,11 @@ class GPTModel(AddsGradients, McoreGPTModel):
 
     def split_decoder_output(self, hidden_SBH: Any) -> StageStates:
         """Split the output of `forward_decoder` into named states."""
-        return StageStates.from_wire(hidden_SBH, has_prenorm=self.mtp_process and self.drafting.takes_before_norm)
+        return StageStates.from_wire(
+            hidden_SBH,
+            has_prenorm=self.mtp_process and self.drafting.takes_before_norm,
+            num_shared=self.sharing.num_blocks(self.stage_number),
+        )
 
     def _frozen(self) -> AbstractContextManager:
         """Return the context in which the trunk is computed: without gradients if the trunk is frozen."""
@@ -427,6 +437,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         tokens: RoutedTokens | None = None,
         cache: Cache | Selections | None = None,
         placed: Placed | None = None,
+        input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run this stage's decoder layers and, after the last layer, the final norm.
 
@@ -438,10 +449,12 @@ class GPTModel(AddsGradients, McoreGPTModel):
             cache: in decoding, the cache of the rows, to which these tokens are added; or the result of
                 `in_place_of_mask`.
             placed: outputs of the tower, of which the first layers may add further ones (`Deepstack`).
+            input_ids: [B, S]; required on the first stage if layers have inputs of their own.
 
         Returns:
             The trunk's states [S, B, H]. After the final norm, if the heads read the state before it: both states,
-            concatenated [2S, B, H] (`norm.returning_input`).
+            concatenated [2S, B, H] (`norm.returning_input`). If later stages read further states of this one
+            (`Sharing`), these are before the trunk's.
         """
         # megatron-core passes both masks to every layer. Attention here is always causal and routers use no mask, so
         # the arguments are used for the KV cache and the router targets, with features of images. A separate argument
@@ -450,16 +463,40 @@ class GPTModel(AddsGradients, McoreGPTModel):
         # repeat both methods. Attributes of modules would not do: pipelines and recomputation interleave micro-batches.
         if not isinstance(cache, Selections):
             cache = in_place_of_mask(self.decoder.layers, cache, tokens)
+        shared, layer_input = None, cache
+        if self.sharing.is_used:
+            assert not isinstance(cache, Selections)
+            layer_input = shared = self._shared_states(hidden_SBH, input_ids, cache)
         padding_mask: RoutedTokens | Deepstack | None = tokens
         if placed is not None and placed.deepstack_IH:
             padding_mask = Deepstack(placed.features(self._on_this_sequence_rank(placed.item_BS.T)), tokens)
-        return self.decoder(
+        hidden_SBH = self.decoder(
             hidden_states=hidden_SBH,
-            attention_mask=cache,
+            attention_mask=layer_input,
             rotary_pos_emb=rotary_emb,
             packed_seq_params=packed_seq_params,
             padding_mask=padding_mask,
         )
+        assert hidden_SBH is not None
+        blocks_SBH = self.sharing.pack(shared, self.stage_number, hidden_SBH) if shared else []
+        return torch.cat([*blocks_SBH, hidden_SBH]) if blocks_SBH else hidden_SBH
+
+    def _shared_states(
+        self, embedding_SBH: torch.Tensor | None, input_ids: torch.Tensor | None, cache: Cache | None
+    ) -> SharedStates:
+        """Return what decoder layers read in addition to the state: computed on the first stage, later received.
+
+        Received states are removed from the input of the decoder.
+        """
+        if self.own_inputs is not None:
+            inputs_SBLP = self.own_inputs(input_ids, embedding_SBH)
+            inputs = dict(enumerate(inputs_SBLP.unbind(2)))
+            return SharedStates(cache, inputs, sources=frozenset(self.sharing.sources))
+        blocks_SBH: Sequence[torch.Tensor] = ()
+        if number := self.sharing.num_blocks(self.stage_number - 1):
+            received: Any = self.decoder.input_tensor
+            *blocks_SBH, self.decoder.input_tensor = received.chunk(number + 1)
+        return self.sharing.unpack(blocks_SBH, self.stage_number, cache)
 
     # Method 3: the heads
 
@@ -473,7 +510,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         tokens: Sequence[RoutedTokens | None] | None = None,
         cache: Cache | None = None,
         placed: Sequence[Placed | None] | None = None,
-        drafted: torch.Tensor | None = None,
+        drafted: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> list[torch.Tensor]:
         """Return the states [S, B, H] of each draft, which the layers of the drafter compute (`DrafterLayer`).
 
@@ -484,7 +521,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             tokens: description of the tokens for the routers of each depth; None: routers do not count their load.
             cache: cache of the rows in decoding.
             placed: outputs of the tower for placeholder tokens of each depth.
-            drafted: as for `ModelInputs`.
+            drafted: `ModelInputs.drafted`.
         """
         tokens = tokens or [None] * self.heads.drafts
         placed = placed or [None] * self.heads.drafts

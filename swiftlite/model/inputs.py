@@ -36,7 +36,7 @@ class ModelInputs:
             positions in the sequence.
         lengths: number of tokens of each sequence without padding, on which some rotary embeddings depend
             (`Batch.lengths`). Default: sequences have no padding.
-        drafted: int64 [P] on the host, the positions from which a block drafter drafts, ascending. Default: all.
+        head_labels: int64 [K - 1, B, S], the labels of the heads, for `drafted`. Default: heads draft everywhere.
     """
 
     input_ids: torch.Tensor
@@ -48,7 +48,7 @@ class ModelInputs:
     tower_inputs: TowerInputs | None = None
     axes_3BS: torch.Tensor | None = None
     lengths: Sequence[int] = ()
-    drafted: torch.Tensor | None = None
+    head_labels: torch.Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch, balance: Balance | None = None) -> "ModelInputs":
@@ -63,7 +63,7 @@ class ModelInputs:
             tower_inputs=TowerInputs.of(batch),
             axes_3BS=batch.axes_3BS,
             lengths=batch.lengths,
-            drafted=_drafted(batch.labels_KBS[1:]),
+            head_labels=batch.labels_KBS[1:],
         )
 
     @property
@@ -77,15 +77,16 @@ class ModelInputs:
             return list(self.mtp_input_ids)
         return list(ahead(self.input_ids, num_drafts, 0, self.cu_seqlens)[1:])
 
-
-def _drafted(labels_KBS: torch.Tensor) -> torch.Tensor | None:
-    """Return the positions at which a head has a label in any row; the first one if there is no label."""
-    if not len(labels_KBS):
-        return None
-    is_drafted_S = (labels_KBS != IGNORE_INDEX).flatten(0, 1).any(dim=0).cpu()
-    if not is_drafted_S.any():
-        is_drafted_S[0] = True  # gradients of zero, for which megatron-core waits
-    return is_drafted_S.nonzero().flatten()
+    def drafted(self) -> torch.Tensor | None:
+        """Return the positions at which a head has a label in any row, ascending, int64 [P] on the host; the first
+        position if there is no label, and None for all positions. Only block drafters need them.
+        """
+        if self.head_labels is None or not len(self.head_labels):
+            return None
+        is_drafted_S = (self.head_labels != IGNORE_INDEX).flatten(0, 1).any(dim=0).cpu()
+        if not is_drafted_S.any():
+            is_drafted_S[0] = True  # gradients of zero, for which megatron-core waits
+        return is_drafted_S.nonzero().flatten()
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ def _crossing(
     heads: Any = get_attr_wrapped_model(model[0], "heads", allow_none=False)
     drafting: Any = get_attr_wrapped_model(model[0], "drafting", allow_none=False)
     sent_outputs: Any = get_attr_wrapped_model(model[0], "sent_outputs", allow_none=False)
+    sharing: Any = get_attr_wrapped_model(model[0], "sharing", allow_none=False)
     before_norm, features = drafting.takes_before_norm, heads.features
     num_states = states_sent(mesh.layout, config.num_layers, heads.drafts, before_norm, features)
     table = get_schedule_table(len(shapes), len(model), config.microbatch_group_size_per_vp_stage)
@@ -134,7 +135,8 @@ def _crossing(
         for micro_batch, stage in stages:
             if 0 <= stage < len(num_states):
                 num_rows, length = shapes[micro_batch]
-                num_positions = num_states[stage] * (length // length_divisor(mesh.layout))
+                number = num_states[stage] + sharing.num_blocks(stage)
+                num_positions = number * (length // length_divisor(mesh.layout))
                 num_positions += sent_outputs.num_positions(stage, num_items[micro_batch], num_rows)
                 made.append((num_positions, num_rows, config.hidden_size))
         return made

@@ -3,7 +3,7 @@
 Sizes are not here: those of the model are in its `Architecture`, and the layout is in the `Mesh`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from swiftlite.args.fields import IndexerArgs, MoeArgs, MtpLoss, RecomputeArgs
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import Heads
 from swiftlite.model.features import Features
+from swiftlite.model.shared_states import Sharing
 from swiftlite.model.tower import SentOutputs
 
 
@@ -68,6 +69,10 @@ class Stage:
             embedding; None if the model has no tower.
         sent_outputs: outputs of the tower that the stage receives and sends.
         features: inputs of decoder layers that a drafter reads, up to this stage.
+        number: number of the (virtual) stage, in the order of the forward pass.
+        sharing: what decoder layers read in addition to the state, on all stages.
+        own_inputs: class of the module that computes inputs of layers (`Outside.own_inputs`), with the arguments that
+            the model does not know; None on stages without it.
         is_first, is_last: whether it is the first or the last stage.
         vp_stage: number of the virtual stage on its rank; None without virtual stages.
     """
@@ -77,6 +82,9 @@ class Stage:
     tower: nn.Module | None
     sent_outputs: SentOutputs
     features: Features
+    number: int
+    sharing: Sharing
+    own_inputs: Callable[..., nn.Module] | None
     is_first: bool
     is_last: bool
     vp_stage: int | None

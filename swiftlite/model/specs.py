@@ -6,6 +6,7 @@ modules, built from the classes that `kernels.py` selects.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,11 +45,12 @@ from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mamba2 import Mamba2
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention, with_channels
+from swiftlite.model.attention.shared_keys import KeepingAttention, ReadingAttention
 from swiftlite.model.attention.sparse import SparseAttention, sparse_core
 from swiftlite.model.dflash import DFlashLayer
 from swiftlite.model.drafter import DrafterParts
 from swiftlite.model.eagle3 import Eagle3Layer, PairNorm, add_to_state
-from swiftlite.model.gemma4_assistant import AssistantLayer, ReadingAttention
+from swiftlite.model.gemma4_assistant import AssistantLayer
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.experts_and_mlp import ExpertsAndMLP, NormedRouter
 from swiftlite.model.layers.kernels import Modules, modules_of
@@ -56,6 +58,7 @@ from swiftlite.model.layers.latent_experts import LatentMoELayer
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
 from swiftlite.model.layers.norm import DeferredRMSNorm, FusedRMSNorm, SharedNorm
 from swiftlite.model.layers.output_norms import OutputNormsLayer
+from swiftlite.model.layers.own_inputs import OwnInputLayer
 from swiftlite.model.layers.residual import ResidualLayer, ResidualRMSNorm
 from swiftlite.model.layers.router import BiasedSoftmaxRouter, Float32Router, MoELayer, TopKRouter
 from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU, limited_swiglu
@@ -100,11 +103,18 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     if attention.head_gate:
         # Never in low precision: its kernels require sizes that are multiples of 16.
         params["head_gate"] = LOCAL.column
+    module, column = SelfAttention, modules.column
+    if attention.keeps_keys:
+        module = KeepingAttention
+    if attention.key_layer is not None:
+        module, column = ReadingAttention, with_channels(column, None, attention.heads * attention.head_dim)
+        params |= {"key_layer": attention.key_layer, "keys_are_values": False, "value_norm": False}
+        k_norm = IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=module,
         params=params,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=modules.column,
+            linear_qkv=column,
             core_attention=core_attention,
             linear_proj=modules.row,
             q_layernorm=q_norm,
@@ -169,7 +179,22 @@ def _matrices(modules: Modules, activation: str = "silu", limit: float | None = 
 
 def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
     module = MLP if mlp.limit is None else LimitedMLP
-    return ModuleSpec(module=module, submodules=_matrices(modules, mlp.activation, mlp.limit))
+    submodules = _matrices(modules, mlp.activation, mlp.limit)
+    submodules.linear_fc2 = with_inputs(modules.row, mlp.ffn)
+    return ModuleSpec(module=module, params={"ffn_hidden_size": mlp.ffn}, submodules=submodules)
+
+
+@cache
+def with_inputs(linear: Any, own_inputs: int) -> type:
+    """Return a class of linear layers with another number of input channels than it is called with.
+
+    megatron-core's MLP builds its second matrix with the width of the config, in which layers can differ.
+    """
+
+    def build(self: Any, num_inputs: int, *args: Any, **options: Any) -> None:
+        linear.__init__(self, own_inputs, *args, **options)
+
+    return type(linear.__name__, (linear,), {"__init__": build, "__module__": linear.__module__})
 
 
 def _experts_and_mlp(both: ExpertsAndMlp, modules: Modules) -> ModuleSpec:
@@ -258,6 +283,8 @@ def decoder_layer_spec(
     params: dict[str, Any] = {}
     if layer.has_output_norms:
         layer_class, params = OutputNormsLayer, {"norm": modules.norm, "has_scalar": layer.has_scalar}
+    if layer.own_input:
+        layer_class, params = OwnInputLayer, params | {"input_size": layer.own_input}
     norm = modules.norm if layer.has_input_norms else IdentityOp
     is_whole = layer.norms_attention_input and layer.norms_mlp_input
     if norm is FusedRMSNorm and is_whole and not layer.has_output_norms and layer.residual_multiplier == 1:
@@ -415,25 +442,13 @@ def _assistant_layer(parts: DrafterParts) -> ModuleSpec:
     return ModuleSpec(
         module=AssistantLayer,
         params={
-            "layers": [_reading_layer(layer, parts.modules) for layer in layers],
+            "layers": [decoder_layer_spec(layer, parts.modules) for layer in layers],
             "reads": gemma4_assistant.features_read(parts.hf_config),
             "settings": _NEUTRAL | settings,
             "norm": parts.modules.norm,
             "trains_state": parts.heads.unroll > 1,
         },
     )
-
-
-def _reading_layer(layer: Layer, modules: Modules) -> ModuleSpec:
-    """Return the spec of a decoder layer whose attention computes only queries."""
-    attention: Any = layer.attention
-    block: Any = decoder_layer_spec(layer, modules)
-    own = block.submodules.self_attention
-    own.module = ReadingAttention
-    own.params |= {"keys_are_values": False, "value_norm": False}
-    own.submodules.linear_qkv = with_channels(modules.column, None, attention.heads * attention.head_dim)
-    own.submodules.k_layernorm = IdentityOp
-    return block
 
 
 # The layers of all kinds of drafters (`families/drafters.py`), which megatron-core's MTP block contains. The class of

@@ -34,12 +34,14 @@ class StageStates:
         heads_SBH: the state of each MTP depth after its output norm; empty before the heads.
         features_SBH: inputs of decoder layers that the drafter reads (`Heads.features`), of all layers so far; empty
             after the drafter.
+        shared_SBH: what later decoder layers read in addition to the trunk's state (`Sharing`); empty in most models.
     """
 
     trunk_SBH: torch.Tensor
     prenorm_SBH: torch.Tensor | None = None
     heads_SBH: Sequence[torch.Tensor] = ()
     features_SBH: Sequence[torch.Tensor] = ()
+    shared_SBH: Sequence[torch.Tensor] = ()
 
     def head_input(self, reads_state: bool = True) -> torch.Tensor:
         """Return what the first MTP depth reads, as one tensor: the trunk's state [S, B, H], then the features.
@@ -61,11 +63,17 @@ class StageStates:
         states_SBH = [self.trunk_SBH, *self.heads_SBH]
         if self.prenorm_SBH is not None:
             states_SBH.insert(0, self.prenorm_SBH)
-        return torch.cat([*self.features_SBH, *states_SBH])
+        return torch.cat([*self.features_SBH, *self.shared_SBH, *states_SBH])
 
     @classmethod
     def from_wire(
-        cls, wire_SBH: Any, *, has_prenorm: bool = False, num_heads: int = 0, num_features: int = 0
+        cls,
+        wire_SBH: Any,
+        *,
+        has_prenorm: bool = False,
+        num_heads: int = 0,
+        num_features: int = 0,
+        num_shared: int = 0,
     ) -> "StageStates":
         """Split the tensor that `to_wire` concatenated into named states.
 
@@ -74,12 +82,14 @@ class StageStates:
                 norm, for heads on this or a later stage.
             num_heads: number of heads' states in the tensor: D after the stage of the heads, 0 before it.
             num_features: number of features in the tensor.
+            num_shared: number of blocks of shared states (`Sharing.num_blocks`) in the tensor.
         """
-        num_states = num_features + has_prenorm + 1 + num_heads
+        num_states = num_features + num_shared + has_prenorm + 1 + num_heads
         states_SBH = [wire_SBH]
         if num_states > 1:
             states_SBH = list(wire_SBH.chunk(num_states))
         features_SBH, states_SBH = states_SBH[:num_features], states_SBH[num_features:]
+        shared_SBH, states_SBH = states_SBH[:num_shared], states_SBH[num_shared:]
         prenorm_SBH = states_SBH.pop(0) if has_prenorm else None
         trunk_SBH, *heads_SBH = states_SBH
-        return cls(trunk_SBH, prenorm_SBH, heads_SBH, features_SBH)
+        return cls(trunk_SBH, prenorm_SBH, heads_SBH, features_SBH, shared_SBH)

@@ -18,7 +18,7 @@ from swiftlite.base.json_file import read_json
 from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.drafters import with_drafter
+from swiftlite.families.drafters import DrafterOptions, with_drafter
 from swiftlite.families.index import known_architecture
 from swiftlite.families.resolved import own_settings_of
 from swiftlite.families.reward_model import as_reward_model
@@ -107,18 +107,11 @@ def read_facts(args: Any, world_size: int = 1, machine: Machine = Machine()) -> 
     if not is_of_run:
         directory = _directory_of("model", args.model)
     hf_config = read_hf_config(config_directory(directory))
-    given = vars(args) if isinstance(args, SftArgs) else {}
-    own = None
-    if "mtp_graft_from" in names:
-        own = own_settings_of(_directory_of("mtp_graft_from", names["mtp_graft_from"]))
-    hf_config = with_drafter(
-        hf_config,
-        given.get("drafter"),
-        given.get("drafter_layers"),
-        given.get("mtp_features") or (),
-        given.get("markov_rank"),
-        own,
-    )
+    if isinstance(args, SftArgs):
+        own = None
+        if "mtp_graft_from" in names:
+            own = own_settings_of(_directory_of("mtp_graft_from", names["mtp_graft_from"]))
+        hf_config = with_drafter(hf_config, DrafterOptions.of(args, own))
     if isinstance(args, RmArgs):
         hf_config = as_reward_model(hf_config)
     return Facts(world_size, hf_config, directory, names, machine)

@@ -13,7 +13,7 @@ from typing import Literal
 from swiftlite.args.command_line import command_line
 from swiftlite.args.commands import GkdArgs, SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.base.lora import Lora
 from swiftlite.families.index import FAMILIES
 from swiftlite.hub import commits
@@ -295,34 +295,41 @@ def render(
     return "\n".join(text)
 
 
-def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str, str]]:
+def _heads_line(args: SftArgs, plan: Plan, checkpoint: Heads) -> tuple[str, str]:
+    """Return the line about the MTP heads or another drafter, with the source of its weights."""
     heads = plan.heads
+    if not heads.layers:
+        if checkpoint.layers:
+            return "MTP depth", f"0, the {checkpoint.layers} of the checkpoint are removed"
+        return "MTP depth", "0, the checkpoint has none"
+    name, text, of_checkpoint = "MTP depth", f"{heads.layers}", f"the checkpoint, which has {checkpoint.layers}"
+    if heads.kind != MTP:
+        name, text, of_checkpoint = "drafter", heads.kind, "the checkpoint"
     sources = {
-        "checkpoint": f"the checkpoint, which has {checkpoint.layers}",
+        "checkpoint": of_checkpoint,
         "random": "random initialization",
         "copy_last_layer": "a copy of the last decoder layer",
         "fit_last_layer": "a copy of the last decoder layer, fitted to training rows",
         "graft": f"{args.mtp_graft_from}",
     }
-    if heads.layers:
-        mtp = f"{heads.layers}, weights from {sources[plan.mtp_init]}"
-        if checkpoint.layers and plan.mtp_init != "checkpoint":
-            mtp += f"; the {checkpoint.layers} of the checkpoint ({checkpoint.kind}) are not kept"
-    elif checkpoint.layers:
-        mtp = f"0, the {checkpoint.layers} of the checkpoint are removed"
-    else:
-        mtp = "0, the checkpoint has none"
+    text += f", weights from {sources[plan.mtp_init]}"
+    if checkpoint.layers and plan.mtp_init != "checkpoint":
+        text += f"; the {checkpoint.layers} of the checkpoint ({checkpoint.kind}) are not kept"
+    return name, text
+
+
+def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str, str]]:
+    heads = plan.heads
     trains_tower = not (args.freeze_vit and args.freeze_aligner)
     lines = [
         ("model", args.model),
         ("torch_dtype", args.torch_dtype),
-        ("MTP depth", mtp),
+        _heads_line(args, plan, checkpoint),
         ("trains", trainable_of(args, heads, plan.lora, has_tower=trains_tower).words),
     ]
     lines += method_of(args).describe(args)
     if heads.features:
-        layers = ", ".join(map(str, heads.features))
-        lines.append(("drafter", f"{heads.kind}, which reads the inputs of decoder layers {layers} (from 0)"))
+        lines.append(("features", f"inputs of decoder layers {', '.join(map(str, heads.features))} (from 0)"))
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
         if heads.has_joint_weights:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.base.lora import Lora, is_adapter
 from swiftlite.families.tower import FROZEN, TrainedParts
 from swiftlite.families.vision import is_aligner_parameter, is_tower_parameter
@@ -111,7 +111,9 @@ def _without_indexers(
     if not heads.layers:
         return WHOLE_MODEL
     if args.mtp_mode == "heads_only":
-        return HEADS_ONLY
+        if heads.kind == MTP:
+            return HEADS_ONLY
+        return replace(HEADS_ONLY, words=f"only {heads.name}, the trunk is frozen")
     return JOINT
 
 

@@ -59,6 +59,8 @@ from swiftlite.train.train_state import TrainState
 
 FLAG = "--cache_trunk_states"
 MANIFEST = "cache.json"
+STATES = "states"
+"""Key of the manifest for the states that heads read."""
 _ANOTHER_DIRECTORY = "use another directory; or delete this one, if nothing else needs it"
 LOSS_BYTES = 4 + 8
 """Bytes per token for the trunk's loss (float32) and prediction (int64), see `TokenLoss`."""
@@ -365,7 +367,7 @@ def _manifest(
         "packing": f"{plan.packing} {plan.packing_length}",
         "layout": f"tensor {layout.tensor_model_parallel_size} sequence {layout.sequence_parallel} "
         f"context {layout.context_parallel_size}",
-        "states": states,
+        STATES: states,
     }
 
 
@@ -393,6 +395,8 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
         problem = f"{FLAG} {directory} was written by another release of swiftlite, in another format"
         raise UserError(problem, _ANOTHER_DIRECTORY)
     differing = [name for name, value in manifest.items() if found.get(name) != value]
+    if STATES in differing:
+        differing[differing.index(STATES)] = f"{STATES} ({found.get(STATES)}; this run: {manifest[STATES]})"
     if differing:
         raise UserError(f"{FLAG} {directory} was written with other {', '.join(differing)}", _ANOTHER_DIRECTORY)
 

@@ -2,7 +2,7 @@ import pytest
 
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import REMOVE, Heads
 from tests.messages import naming
 
 FED = {"takes_before_norm": True, "recycles_before_norm": False, "zeroes_first_embedding": True}
@@ -47,6 +47,12 @@ def test_a_config_is_changed_to_promise_other_heads():
     }
     whole = one | {"mtp_draft_vocab": "0-1 4", "vocab_size": 9}
     assert Heads(1).config_change(whole) == one | {"mtp_draft_vocab": ""}
+    assert Heads().config_change({"drafter": {"kind": "eagle3", "layers": 1}}) == {
+        "num_nextn_predict_layers": 0,
+        "drafter": REMOVE,
+    }
+    assert Heads(1).config_change(one | {"mtp_drafting": FED}) == one | {"mtp_drafting": REMOVE}
+    assert Heads.from_config({"drafter": None, "mtp_drafting": None}) == Heads()  # of exports by earlier releases
 
 
 @pytest.mark.parametrize(

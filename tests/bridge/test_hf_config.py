@@ -44,6 +44,11 @@ def test_a_new_key_follows_the_last_one():
     assert difference == ['mtp: (none) -> [1, "é"]']
 
 
+def test_a_drafter_is_named_by_its_kind():
+    drafter = {"kind": "gemma4_assistant", "layers": 1, "config": {"model_type": "gemma4_assistant"}}
+    assert patch({"drafter": drafter}, {"drafter": REMOVE}) == ({}, ["drafter: gemma4_assistant, layers 1 -> (none)"])
+
+
 def test_a_value_that_is_there_already_is_no_difference():
     same = {"torch_dtype": "bfloat16", "rope_scaling": {"factor": 10, "num_nextn_predict_layers": 7}}
     assert patch(CONFIG, same) == (CONFIG, [])

@@ -228,8 +228,9 @@ def test_dry_run_names_heads_that_a_drafter_replaces(swiftlite, model):
     argv = "megatron sft --model model --dataset train.jsonl --output_dir out --dry_run --mtp_mode heads_only".split()
     result = swiftlite(*argv, "--drafter", "eagle3.1")
     assert result.returncode == 0
-    assert has_line(result.stdout, "MTP 1 random 1 mtp")
-    assert has_line(result.stdout, "drafter eagle3 1, 2, 3")
+    assert has_line(result.stdout, "drafter eagle3 random 1 mtp")
+    assert has_line(result.stdout, "features 1, 2, 3")
+    assert "MTP depth" not in result.stdout
     assert not has_line(swiftlite(*argv).stdout, "MTP mtp")
 
 

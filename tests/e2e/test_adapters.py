@@ -22,7 +22,7 @@ from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.server.process import free_url, serve
+from swiftlite.engines.server.process import serve
 from swiftlite.engines.vllm.metrics import read_metrics
 from swiftlite.serve import deploy
 from swiftlite.serve.bench.measure import connect, generate_all
@@ -101,11 +101,11 @@ def test_adapters_answer_as_the_merged_model_and_heads_draft(talking, tmp_path, 
     prompts, tokenizer = prompts[:6], make_tiny_tokenizer()
     write_adapters(base, adapters)
     merge(base, adapters, merged)
-    url, port = free_url()
     options: dict[str, Any] = {"num_speculative_tokens": 1, "max_model_len": 400, "torch_dtype": "float32"}
-    args = DeployArgs(model=str(base), infer_backend="vllm", adapters=str(adapters), port=port, **options)
+    args = DeployArgs(model=str(base), infer_backend="vllm", adapters=str(adapters), **options)
     answers = []
-    with serve(deploy.server_command(args, resolve_served(base)), url, tmp_path / "log"):
+    with serve(deploy.server_command(args, resolve_served(base)), tmp_path / "log") as server:
+        url = server.url
         for name, directory in (("tuned", merged), (base.name, base)):
             expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
             before = accepted(url)

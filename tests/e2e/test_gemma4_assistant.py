@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma4AssistantForCausalLM
 
 from tests.e2e.conftest import Commands
 from tests.e2e.test_eagle3 import exported
@@ -18,6 +17,7 @@ from tests.e2e.vllm_here import serve
 from tests.engines.gemma4_assistant_reference import (
     LAYERS,
     AssistantReference,
+    classes_for,
     config_for,
     declare,
     make_assistant,
@@ -61,10 +61,11 @@ def test_counts_of_vllm_without_plugins(vllm_host, tmp_path, mesh):
 
 
 @pytest.mark.slow
-def test_counts_of_a_trunk_with_towers_and_experts(tmp_path, mesh):
-    prompts = write_drafted(tmp_path / "model", "gemma4")
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_counts_of_a_trunk_with_towers(family, tmp_path, mesh):
+    prompts = write_drafted(tmp_path / "model", family)
     directory = exported(tmp_path / "model", tmp_path, mesh)
-    _, counts = AssistantReference.load(directory, directory / "draft", "gemma4").simulate(prompts, NEW_TOKENS, 3)
+    _, counts = AssistantReference.load(directory, directory / "draft", family).simulate(prompts, NEW_TOKENS, 3)
     assert counts.accepted_per_position[-1] > 0
     assert counts_of_transformers(directory, prompts, 3) == counts
 
@@ -72,7 +73,7 @@ def test_counts_of_a_trunk_with_towers_and_experts(tmp_path, mesh):
 OPTIONS = "--torch_dtype float32 --mtp_mode heads_only --global_batch_size 8 --lr 3e-3 --split_dataset_ratio 0"
 
 
-@pytest.mark.parametrize("family", some_of(["gemma4_text", "gemma4"], "gemma4"))
+@pytest.mark.parametrize("family", some_of(["gemma4_text", "gemma4", "gemma4_unified"], "gemma4"))
 def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(family, commands, dataset):
     directory = commands.directory
     trunk = make_trunk(directory / "model", family, with_tokenizer=True)
@@ -90,7 +91,8 @@ def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(fami
     for file in ("config.json", "generation_config.json"):
         contents = [json.loads((each / file).read_text()) for each in (source, directory / "hf" / "draft")]
         assert contents[0] == contents[1]
-    loaded: Any = Gemma4AssistantForCausalLM.from_pretrained(directory / "hf" / "draft", output_loading_info=True)
+    assistant_class = classes_for(settings_of(trunk))[1]
+    loaded: Any = assistant_class.from_pretrained(directory / "hf" / "draft", output_loading_info=True)
     _, loading = loaded
     assert not any(loading.values())
     trunks = [load_file(each / "model.safetensors") for each in (trunk, directory / "hf")]

@@ -19,7 +19,7 @@ from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder, most_images
-from swiftlite.engines.server.process import free_url, serve
+from swiftlite.engines.server.process import serve
 from swiftlite.families.resolved import resolve
 from swiftlite.serve import deploy
 from swiftlite.serve.bench.measure import connect, generate_all
@@ -105,25 +105,24 @@ def test_answers_equal_transformers(tmp_path, monkeypatch):
     expected = [text.rstrip(HALF_A_CHARACTER) for text in texts]
     engine.close()
 
-    url, port = free_url()
     log = tmp_path / "requests.jsonl"
     args = DeployArgs(
         model=str(hf_dir),
         infer_backend="vllm",
         torch_dtype="float32",
         max_model_len=256,
-        port=port,
         log_requests=str(log),
     )
     command = deploy.server_command(args, model)
 
-    async def ask() -> list[str]:
+    async def ask(url: str) -> list[str]:
         async with connect("vllm", url, Sampling(24), 0) as client:
             done = await generate_all(client, sent, 3, "x")
         return [answer.text.rstrip(HALF_A_CHARACTER) for answer in done.answers]
 
-    with serve(command, url, tmp_path / "server.log"):
-        assert asyncio.run(ask()) == expected
+    with serve(command, tmp_path / "server.log") as server:
+        url = server.url
+        assert asyncio.run(ask(url)) == expected
         small = request(url, turn(data_uri(noise(16, 16))))
         large = request(url, turn(data_uri(noise(200, 200))))
         refused = request(url, turn("http://localhost/a.png"))

@@ -110,7 +110,7 @@ def test_drafts_from_the_text_equal_the_reference(tmp_path, monkeypatch, specula
     try:
         for prompt in prompts:
             request = request_of(prompt, Sampling(num_tokens), seed=0) | {"cache_prompt": False}
-            answer = json.loads(post(engine._url, "/completion", request))
+            answer = json.loads(post(engine._server.url, "/completion", request))
             timings = answer["timings"]
             found.append(Request(answer["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)))
         counts = engine.draft_counts()
@@ -212,7 +212,7 @@ def test_bench_asks_the_server_many_times(tmp_path, monkeypatch):
     engine: Any = start_engine("llamacpp", config)
 
     async def ask():
-        async with connect("llamacpp", engine._url, Sampling(4), 0) as client:
+        async with connect("llamacpp", engine._server.url, Sampling(4), 0) as client:
             return await generate_all(client, [[number] for number in range(1, 33)], 2, "salt")
 
     try:

@@ -61,8 +61,6 @@ DRAWN = some_of([(3, 0.0), (0, 0.7), (3, 0.7), (3, 1.0)], (3, 0.7))
 """Numbers of draft tokens and temperatures of answers. Sampled drafts are verified as on a GPU."""
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
 SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']
-PORT = 8139
-URL = f"http://127.0.0.1:{PORT}"
 
 
 def run_python(*arguments: object) -> subprocess.CompletedProcess:
@@ -330,9 +328,7 @@ def test_the_printed_command_starts_the_server(commands, tmp_path):
 
     The server answers an OpenAI client, and the client of `bench`, which counts drafts.
     """
-    options = (
-        f"--model {commands.talking} --torch_dtype float32 --port {PORT} --max_model_len 256 --infer_backend sglang"
-    )
+    options = f"--model {commands.talking} --torch_dtype float32 --max_model_len 256 --infer_backend sglang"
     printed = run_python(
         "-m",
         "swiftlite",
@@ -348,17 +344,17 @@ def test_the_printed_command_starts_the_server(commands, tmp_path):
     assert "--speculative-algorithm NEXTN --speculative-num-steps 1" in line
     prompts = [[5, 6, 7], [8], [9, 10]]
     expected, counted = load(commands.talking, "qwen3").simulate(prompts, NEW_TOKENS, 1)
-    command = ServerCommand(["bash", "-c", f"exec env {line}"], sglang_environment())
-    with serve(command, URL, tmp_path / "log"):
+    command = ServerCommand(["bash", "-c", f'exec env {line} "$@"', "bash", "--port", "0"], sglang_environment())
+    with serve(command, tmp_path / "log") as server:
         from openai import OpenAI  # installed with the engine
 
-        client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         question: Any = {"role": "user", "content": "The quick"}
         answer: Any = client.chat.completions.create(
             model="default", messages=[question], max_tokens=20, extra_body={"ignore_eos": True}
         )
-        rounds, counts = asyncio.run(ask(prompts))
-        with urllib.request.urlopen(f"{URL}/metrics", timeout=60) as response:
+        rounds, counts = asyncio.run(ask(server.url, prompts))
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
             metrics = response.read().decode()
     assert answer.usage.completion_tokens == 20
     assert "sglang:spec_accept_length" in metrics
@@ -371,8 +367,8 @@ def test_the_printed_command_starts_the_server(commands, tmp_path):
     assert counts == DraftCounts(2 * counted.drafts, 2 * counted.drafted, (2 * counted.accepted_per_position[0],))
 
 
-async def ask(prompts: list[list[int]]) -> tuple[list[list[Answer]], DraftCounts]:
+async def ask(url: str, prompts: list[list[int]]) -> tuple[list[list[Answer]], DraftCounts]:
     """Return the answers of two rounds of `bench`, and the draft counts of both rounds."""
-    async with connect("sglang", URL, Sampling(NEW_TOKENS), 1) as client:
+    async with connect("sglang", url, Sampling(NEW_TOKENS), 1) as client:
         rounds = [await generate_all(client, prompts, concurrency, f"{concurrency}") for concurrency in (1, 2)]
         return [each.answers for each in rounds], await client.draft_counts()

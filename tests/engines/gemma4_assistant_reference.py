@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+)
 
 from tests.engines.reference import Reference, stack_experts
 from tests.tiny import OWN_SIZES, make_tiny_hf, make_tiny_model, memory_name
@@ -26,9 +31,17 @@ _OF_TRUNK = (
 )
 
 
-def config_for(of_trunk: dict[str, Any], **changed: Any) -> Gemma4AssistantConfig:
+def classes_for(of_trunk: dict[str, Any]) -> tuple[Any, Any]:
+    """Return transformers' classes of an assistant's config and model for a trunk with this config.json."""
+    if of_trunk["model_type"].startswith("gemma4_unified"):
+        return Gemma4UnifiedAssistantConfig, Gemma4UnifiedAssistantForCausalLM
+    return Gemma4AssistantConfig, Gemma4AssistantForCausalLM
+
+
+def config_for(of_trunk: dict[str, Any], **changed: Any) -> Any:
     """Return the config of a tiny assistant for a trunk with this config.json."""
     of_trunk = OWN_SIZES["gemma4_text"] | of_trunk
+    config_class, model_class = classes_for(of_trunk)
     text = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -40,13 +53,13 @@ def config_for(of_trunk: dict[str, Any], **changed: Any) -> Gemma4AssistantConfi
         "vocab_size_per_layer_input": 0,
         **{key: of_trunk[key] for key in _OF_TRUNK},
     }
-    changed = {"architectures": ["Gemma4AssistantForCausalLM"], "dtype": "float32", **changed}
-    return Gemma4AssistantConfig(text_config=text, backbone_hidden_size=of_trunk["hidden_size"], **changed)
+    changed = {"architectures": [model_class.__name__], "dtype": "float32", **changed}
+    return config_class(text_config=text, backbone_hidden_size=of_trunk["hidden_size"], **changed)
 
 
 def random_assistant(of_trunk: dict[str, Any], **changed: Any) -> Any:
     """Return a random assistant, in which no norm or factor of a layer is 1."""
-    model: Any = Gemma4AssistantForCausalLM(config_for(of_trunk, **changed))
+    model: Any = classes_for(of_trunk)[1](config_for(of_trunk, **changed))
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.copy_((tensor.ndim == 1) + torch.randn(tensor.shape) * 0.15)
@@ -100,7 +113,7 @@ class AssistantReference(Reference):
         missing, _ = model.load_state_dict(stack_experts(named), strict=False)
         assert set(missing) <= {"lm_head.weight"}
         model.tie_weights()
-        return cls(model, Gemma4AssistantForCausalLM.from_pretrained(assistant, dtype=torch.float32)).eval()
+        return cls(model, classes_for(config)[1].from_pretrained(assistant, dtype=torch.float32)).eval()
 
     def mtp_tensors(self) -> dict[str, torch.Tensor]:
         state = self.assistant.state_dict()
@@ -157,14 +170,20 @@ class AssistantReference(Reference):
         return torch.stack(logits, dim=1)
 
 
-def declare(directory: Path, assistant: dict[str, Any]) -> Path:
-    """Let config.json declare an assistant with this config.json; return the directory."""
+def declare(
+    directory: Path, assistant: dict[str, Any], feature_layers: Sequence[int] = (LAYERS - 2, LAYERS - 1)
+) -> Path:
+    """Let config.json declare an assistant with this config.json; return the directory.
+
+    Args:
+        feature_layers: the last layers of each kind that have keys and values.
+    """
     config = json.loads((directory / "config.json").read_text())
     config.pop("num_nextn_predict_layers", None)
     drafter = {
         "kind": "gemma4_assistant",
         "layers": 1,
-        "feature_layers": [LAYERS - 2, LAYERS - 1],
+        "feature_layers": [*feature_layers],
         "config": assistant,
     }
     (directory / "config.json").write_text(json.dumps({**config, "drafter": drafter}, indent=2))

@@ -8,6 +8,7 @@ learned its rows, however many steps this takes.
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,11 @@ class Reference(nn.Module):
         self.takes_hidden_first = family == "mimo"
         self.draft_vocab: list[int] = []
         trunk.set_experts_implementation("eager")
-        number = head_layer(family) % trunk.config.num_hidden_layers
+        number = head_layer(family, trunk.config) % trunk.config.num_hidden_layers
         layer_class: Any = type(trunk.model.layers[number])
         norm_class: Any = type(final_norm(trunk))
-        config = trunk.config
+        config = deepcopy(trunk.config)
+        config.hidden_size_per_layer_input = 0  # of Gemma 4, whose heads have no such input
         eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         self.trunk: Any
         self.heads = nn.ModuleList()

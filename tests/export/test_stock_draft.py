@@ -170,6 +170,7 @@ REASONS = {
     "gemma3_text": "outputs",
     "gemma4": "experts",
     "gemma4_text": "outputs",
+    "gemma4_unified": "outputs",
     "olmo2": "outputs",
     "olmo3": "outputs",
     "qwen2_moe": "experts",

@@ -26,8 +26,8 @@ def test_each_kind_is_named_once():
 def test_layers_may_differ_in_kind_but_not_in_what_megatron_core_has_once():
     config = architecture(Layer(ATTENTION, WIDE), Layer(ATTENTION, EXPERTS)).mcore_config()
     assert (config["ffn_hidden_size"], config["num_moe_experts"], config["moe_layer_freq"]) == (96, 4, [0, 1])
-    with pytest.raises(ValueError, match=naming("ffn_hidden_size 96 48")):
-        architecture(Layer(ATTENTION, WIDE), Layer(ATTENTION, NARROW)).mcore_config()
+    with pytest.raises(ValueError, match=naming("moe_router_topk 2 1")):
+        architecture(Layer(ATTENTION, EXPERTS), Layer(ATTENTION, replace(EXPERTS, topk=1))).mcore_config()
 
 
 def test_names_that_differ_stand_for_the_same_parameters():
@@ -39,7 +39,8 @@ def test_names_that_differ_stand_for_the_same_parameters():
     assert names[-3:] == ["mlp.w1.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
 
 
-def test_layers_may_differ_in_their_heads():
+def test_layers_may_differ_in_their_heads_and_widths():
+    assert architecture(Layer(ATTENTION, WIDE), Layer(ATTENTION, NARROW)).mcore_config()["ffn_hidden_size"] == 96
     more = GroupedQueryAttention(hidden=64, heads=8, groups=4, head_dim=8, rotary=8)
     config = architecture(Layer(ATTENTION, WIDE), Layer(more, WIDE)).mcore_config()
     assert (config["num_attention_heads"], config["num_query_groups"], config["kv_channels"]) == (4, 2, 16)

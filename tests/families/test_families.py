@@ -100,11 +100,7 @@ OWN_NEUTRAL = {
         *OF_GEMMA4_MIXTURE,
         "attention_bias",
         "hidden_activation",
-        "hidden_size_per_layer_input",
-        "num_kv_shared_layers",
         "use_bidirectional_attention",
-        "use_double_wide_mlp",
-        "vocab_size_per_layer_input",  # only with hidden_size_per_layer_input
     },
     "deepseek_v3": OF_DEEPSEEK,
     "kimi_k2": OF_DEEPSEEK,
@@ -235,8 +231,12 @@ OWN_READ = {
         "attention_k_eq_v",
         "final_logit_softcapping",
         "global_head_dim",
+        "hidden_size_per_layer_input",
         "num_global_key_value_heads",
+        "num_kv_shared_layers",
         "sliding_window",
+        "use_double_wide_mlp",
+        "vocab_size_per_layer_input",
     },
     "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), OF_QWEN_MIXTURE | {"num_local_experts"}),
@@ -315,6 +315,7 @@ OWN_READ = {
     },
 }
 OF_WRAPPERS = {"exaone4_5": "exaone4", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "step3p7": "step3p5"}
+OF_WRAPPERS |= {"gemma4_unified": "gemma4_text"}
 for _wrapper, _text in OF_WRAPPERS.items():
     OWN_NEUTRAL[_wrapper], OWN_READ[_wrapper] = OWN_NEUTRAL[_text], OWN_READ[_text]
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
@@ -388,6 +389,7 @@ OWN_CONFIG["gemma4_text"] = {
 }
 OWN_CONFIG["exaone4_5"] = OWN_CONFIG["exaone4"]
 OWN_CONFIG["gemma3"] = OWN_CONFIG["gemma3_text"]
+OWN_CONFIG["gemma4_unified"] = OWN_CONFIG["gemma4_text"]
 OWN_CONFIG["gemma4"] = {key: value for key, value in OWN_CONFIG["gemma4_text"].items() if not key.startswith("het")}
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
@@ -848,9 +850,12 @@ REFUSED = [
     ("gemma4", "enable_moe_block", False),
     ("gemma4", "num_experts", None),
     ("gemma4", "top_k_experts", 1),
+    ("gemma4_unified", "enable_moe_block", True),
+    ("gemma4_unified", "num_experts", 4),
     ("gemma4_text", "final_logit_softcapping", 0),
     ("gemma4_text", "hidden_activation", "gelu"),
-    ("gemma4_text", "hidden_size_per_layer_input", 256),
+    ("gemma4_text", "hidden_size_per_layer_input", -1),
+    ("gemma4_unified", "hidden_size_per_layer_input", 256),
     ("gemma4_text", "num_global_key_value_heads", 3),
     ("gemma4_text", "num_kv_shared_layers", 1),
     ("gemma4_text", "per_layer_config", {}),
@@ -858,7 +863,7 @@ REFUSED = [
     ("gemma4_text", "per_layer_config", {"0": {"head_dim": 8}, "1": {"head_dim": 64}}),
     ("gemma4_text", "per_layer_config", {"1": {"head_dim": 64, "sliding_window": 4}}),
     ("gemma4_text", "use_bidirectional_attention", "all"),
-    ("gemma4_text", "use_double_wide_mlp", True),
+    ("gemma4_text", "use_double_wide_mlp", "yes"),
     ("exaone4", "attention_bias", True),
     ("exaone4", "bias", True),
     ("exaone4", "mlp_bias", True),
@@ -1147,6 +1152,13 @@ def test_sizes_of_heads_of_gemma4():
         assert sizes(config) == [(16, 4, False)] * 5 + [(64, 2, True)]
     config = gemma4_as_published(written.to_dict()) | {"attention_k_eq_v": False}
     assert sizes(config)[-1] == (64, 4, False)
+
+
+def test_embeddings_of_layers_have_the_vocabulary_of_the_model():
+    config = hf_config("gemma4_text") | {"hidden_size_per_layer_input": 16}
+    with pytest.raises(UserError, match=naming("vocab_size_per_layer_input 100 128")):
+        families.get(config | {"vocab_size_per_layer_input": 100})
+    assert families.get(config | {"vocab_size_per_layer_input": 128})
 
 
 def test_gemma4_states_that_it_has_no_embeddings_of_layers():

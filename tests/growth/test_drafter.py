@@ -31,7 +31,7 @@ from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance
 from swiftlite.args.commands import EvaluateArgs, ExportArgs, SftArgs
 from swiftlite.base.errors import OptionError, UserError
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import REMOVE, Heads
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.rows import HfConfig, Row
 from swiftlite.engines.served_model import require_heads
@@ -326,7 +326,7 @@ def test_a_new_one_replaces_mtp_heads(mesh, tmp_path):
     changes = hf_model.family.config_with(hf_model.config, hf_model.heads)
     assert changes == {"num_nextn_predict_layers": 0, "drafter": DECLARED}
     stripped = hf_model.family.config_with({**hf_model.config, **changes}, Heads())
-    assert stripped["drafter"] is None
+    assert stripped["drafter"] is REMOVE
 
 
 # What is not there yet

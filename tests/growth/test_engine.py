@@ -34,8 +34,9 @@ from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import require_heads, resolve_served
 from swiftlite.engines.server_command import ServerCommand
+from swiftlite.engines.transformers.draft_generator import DraftGenerator
 from swiftlite.engines.transformers.engine import load_trunk
-from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.mtp_heads import MtpSteps, load_heads
 from swiftlite.families import Family
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.convention import Convention
@@ -83,9 +84,8 @@ class PlainEngine:
             require_heads(model)
             heads = load_heads(model, self._decoder)[:1]
             drafting = convention(model.family).drafting
-            self._drafter = MtpCandidateGenerator(
-                self._decoder, self._output_layer, heads, self.num_speculative_tokens, drafting
-            )
+            steps = MtpSteps(self._decoder, self._output_layer, heads, self.num_speculative_tokens, drafting)
+            self._drafter = DraftGenerator(steps)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -146,11 +146,11 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     if schedule is not None:
         raise UserError("plain drafts as many tokens at every load", "leave --draft_schedule out")
     num_tokens = (args.num_speculative_tokens or 1) if drafts else 0
-    words = [sys.executable, "-m", HERE, "serve", str(model.directory.absolute()), str(args.port), str(num_tokens)]
-    return ServerCommand(words, {"PYTHONPATH": str(ROOT)})
+    words = [sys.executable, "-m", HERE, "serve", str(model.directory.absolute()), str(num_tokens)]
+    return ServerCommand([*words, "--port", str(args.port)], {"PYTHONPATH": str(ROOT)})
 
 
-def serve(directory: str, port: str, num_tokens: str) -> None:
+def serve(directory: str, num_tokens: str, _: str, port: str) -> None:
     """Answer each POST request with one event: the tokens, and their draft counts."""
     engine = PlainEngine(EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=int(num_tokens)))
 
@@ -284,7 +284,7 @@ def test_bench(added, model, rows, tmp_path, capsys):
 
 def test_deploy(added, model, capsys):
     assert swiftlite("deploy", "--infer_backend", "plain", "--model", model, "--port", 8123, "--dry_run") == 0
-    assert f"serve {model} 8123 1" in capsys.readouterr().out
+    assert f"serve {model} 1 --port 8123" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.families import dflash
-from swiftlite.families.drafters import with_drafter
+from swiftlite.families.drafters import DrafterOptions, with_drafter
 from swiftlite.families.resolved import resolve
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.inputs import ModelInputs
@@ -156,22 +156,22 @@ def test_models_without_this_drafter_are_refused(family, tmp_path):
     """Vision-language models, other activations and norms, and factors of embeddings."""
     hf_dir = make_tiny_vision_hf(tmp_path, family) if family == "qwen3_vl" else make_tiny_hf(tmp_path, family)
     model = resolve(hf_dir)
-    assert dflash.why_not(model.family, with_drafter(model.config, "dflash"))
+    assert dflash.why_not(model.family, with_drafter(model.config, DrafterOptions("dflash")))
 
 
 def test_settings_in_config_json_are_kept():
     """A user can set the mask token; the trained drafter stays if its number of layers is not given again."""
     plain = {"num_hidden_layers": 4, "vocab_size": 100}
     chosen = plain | {"drafter": {"kind": "dflash", "mask_token_id": 5}}
-    new = with_drafter(chosen, "dflash", 2)
+    new = with_drafter(chosen, DrafterOptions("dflash", 2))
     assert new["drafter"] == dflash.declaration(plain) | {"mask_token_id": 5, "decoder_layers": 2}
     trained = plain | {"drafter": {**new["drafter"], "layers": 1}}
-    assert with_drafter(trained, "dflash") == trained
-    assert with_drafter(trained, "dflash", 3)["drafter"] == {**new["drafter"], "decoder_layers": 3}
-    assert with_drafter(trained, "eagle3")["drafter"]["kind"] == "eagle3"
+    assert with_drafter(trained, DrafterOptions("dflash")) == trained
+    assert with_drafter(trained, DrafterOptions("dflash", 3))["drafter"] == {**new["drafter"], "decoder_layers": 3}
+    assert with_drafter(trained, DrafterOptions("eagle3"))["drafter"]["kind"] == "eagle3"
     for size in ({}, {"vocab_size": "abc"}):
         unknown = {"num_hidden_layers": 4, **size}
-        assert with_drafter(unknown, "dflash") == unknown
+        assert with_drafter(unknown, DrafterOptions("dflash")) == unknown
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.base.errors import UserError
-from swiftlite.families.drafters import with_drafter
+from swiftlite.families.drafters import DrafterOptions, with_drafter
 from swiftlite.families.resolved import own_settings_of, resolve
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.inputs import ModelInputs
@@ -23,7 +23,7 @@ STEPS = 3
 IDS = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@pytest.fixture(scope="module", params=["gemma4_text", "gemma4"])
+@pytest.fixture(scope="module", params=["gemma4_text", "gemma4", "gemma4_unified"])
 def made(request, tmp_path_factory):
     """Return the directories of a trunk and an assistant, and the family of the trunk; `gemma4` has experts."""
     home = tmp_path_factory.mktemp("gemma4")
@@ -34,7 +34,7 @@ def made(request, tmp_path_factory):
 def load(made: tuple[Path, Path, str], mesh, **options) -> GPTModel:
     trunk, assistant, _ = made
     model = resolve(trunk)
-    model = replace(model, config=with_drafter(model.config, None, own=own_settings_of(assistant)))
+    model = replace(model, config=with_drafter(model.config, DrafterOptions(own=own_settings_of(assistant))))
     grafted = replace(model, directory=assistant)
     heads = replace(model.heads, unroll=STEPS)
     options |= {"mtp_init": "graft", "graft_from": grafted, "freeze_trunk": True}
@@ -86,7 +86,7 @@ def test_three_drafts_and_their_gradients(made, mesh):
     sum_of(found).backward()
     sum_of(expected).backward()
     gradients = {name: each.grad for name, each in reference.assistant.named_parameters()}
-    config = with_drafter(resolve(made[0]).config, None, own=own_settings_of(made[1]))
+    config = with_drafter(resolve(made[0]).config, DrafterOptions(own=own_settings_of(made[1])))
     compared = 0
     for row in resolve(made[0]).family.head_rows(config, 0):
         if len(row.hf) > 1 or row.mcore.endswith("layer_scalar"):

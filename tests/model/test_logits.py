@@ -5,6 +5,7 @@ MTP logits are compared with a short reference, and with transformers where it h
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.tiny import (
     CLASSES,
     DSA,
     GEMMA4,
+    GEMMA4_E,
     HYBRID,
     KIND_OF_HEADS,
     LATENT,
@@ -191,7 +193,18 @@ def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype
     """Heads receive the inputs that the family's engine passes to them."""
     if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", *STEP):
         dtype = torch.float32  # see test_bfloat16_logits
-    directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
+    check_heads(make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype), family, depth, dtype, mesh)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gemma4_text", torch.bfloat16), ("gemma4", torch.float32)])
+def test_heads_of_a_trunk_with_shared_keys(tmp_path, mesh, family, dtype):
+    """Layers of heads have keys and values, and no further input. In E4B, which has no experts, all MLPs are alike."""
+    sizes = GEMMA4_E | {"use_double_wide_mlp": family == "gemma4"}
+    check_heads(make_tiny_hf(tmp_path, family, depth=2, dtype=dtype, **sizes), family, 2, dtype, mesh)
+
+
+def check_heads(directory: Path, family: str, depth: int, dtype: torch.dtype, mesh: Any) -> None:
+    """Compare logits of heads with those of transformers' layers."""
     drafting = index.FAMILIES[family].mtp.drafting
     hf, tensors = load_transformers(directory, family, dtype), load_file(directory / "model.safetensors")
     input_ids, position_ids = ids_and_positions(20)
@@ -287,6 +300,9 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     if family == "mimo_v2_flash":  # the trunk may have no such layer
         config = deepcopy(config)
         config.layer_types[number], config.mlp_layer_types[number] = KIND_OF_HEADS[family], "dense"
+    if family in GEMMA4:  # heads have no input of their own
+        config = deepcopy(config)
+        config.hidden_size_per_layer_input = 0
     layer: Any = (
         TwoLayers(config) if family == "nemotron_h" else type(hf.model.layers[number])(config, layer_idx=number)
     )

@@ -28,6 +28,7 @@ from tests.engines.reference import Reference, follow, write_trained
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import CASES, SIZES, TP2_SP
 from tests.tiers import selected, some_of
+from tests.tiny import GEMMA4_E
 
 pytestmark = pytest.mark.gloo
 
@@ -39,6 +40,7 @@ WAYS["dspark"] = ("llama", 1, 3)
 RANKS = {"dflash": 0, "dspark": 8}
 """Ranks of the Markov heads of block drafters."""
 WAYS["features"] = ("llama", 1, 3)
+WAYS["shared keys"] = ("gemma4_text", 1, 3)
 FEATURES = [1, 2, 3]
 NAMES = {
     "dense": ("TP2+SP", "PP2", "PP2xVPP2", "PP2 MTP apart", "CP2", "DP2"),
@@ -49,7 +51,9 @@ NAMES = {
     "dflash": ("TP2+SP", "PP2 MTP apart", "CP2"),
     "dspark": ("TP2+SP", "PP2", "CP2"),
     "features": ("TP2+SP", "PP2", "PP2 MTP apart", "CP2"),
+    "shared keys": ("TP2+SP", "PP2", "CP2"),
 }
+OWN_SIZES = {"shared keys": SIZES | GEMMA4_E}
 LAYOUTS = {name: case.options for name, case in CASES.items()} | {"TP2+SP": TP2_SP}
 
 
@@ -139,7 +143,9 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
                     return FeatureReference.of(reference.trunk, family, FEATURES)
                 return follow(reference, FAMILIES[family].mtp.drafting)
 
-            prompts = write_trained(directory, family, depth, False, num_drafts, draft_as, **SIZES)
+            sizes = OWN_SIZES.get(way, SIZES)
+            is_tied = way == "shared keys"  # untied, it does not learn its rows
+            prompts = write_trained(directory, family, depth, is_tied, num_drafts, draft_as, **sizes)
             if way == "eagle3":
                 eagle3_reference.declare(directory, "3.1", FEATURES)
             elif way in RANKS:
@@ -172,6 +178,7 @@ def measured(request, shared, tmp_path_factory) -> dict[tuple[str, str], tuple[d
         ("eagle3", "TP2+SP"),
         ("dflash", "TP2+SP"),
         ("features", "PP2 MTP apart"),
+        ("shared keys", "PP2"),
     ),
 )
 def test_counts_are_those_of_an_engine(measured, way, name):

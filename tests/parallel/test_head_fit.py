@@ -15,7 +15,7 @@ from swiftlite.args.fields import MoeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
-from swiftlite.families.drafters import with_drafter
+from swiftlite.families.drafters import DrafterOptions, with_drafter
 from swiftlite.families.layer import Layer
 from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.model import trunk
@@ -74,7 +74,7 @@ def fit_all(jobs: list[Job], ports: list[int]) -> None:
 def fit(job: Job) -> None:
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()]
     hf_model = resolve(job.hf_dir)
-    hf_model = replace(hf_model, config=with_drafter(hf_model.config, None, features=job.features))
+    hf_model = replace(hf_model, config=with_drafter(hf_model.config, DrafterOptions(mtp_features=job.features)))
     heads, names = replace(hf_model.heads, layers=DEPTH), FITTED
     if job.features:
         heads, names = replace(heads, layers=1, unroll=DEPTH), PROJECTIONS | FITTED
@@ -272,7 +272,7 @@ def test_features_are_inputs_of_the_first_draft_alone(tmp_path, mesh):
     """The projection of later drafts has the same columns for the embedding, and is the best one with them."""
     hf_dir = make_tiny_hf(tmp_path / "hf", "llama", depth=0, num_hidden_layers=4)
     hf_model = resolve(hf_dir)
-    hf_model = replace(hf_model, config=with_drafter(hf_model.config, None, features=FEATURES))
+    hf_model = replace(hf_model, config=with_drafter(hf_model.config, DrafterOptions(mtp_features=FEATURES)))
     heads = replace(hf_model.heads, layers=1, unroll=2)
     (model,) = chunks = open_model(hf_model, mesh, dtype=torch.float32, heads=heads, mtp_init="fit_last_layer")[0]
     fit_heads(

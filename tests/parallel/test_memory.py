@@ -86,6 +86,11 @@ def dense_cases() -> Iterator[Case]:
     longer: dict[str, Any] = ONE_HEAD | {"max_length": 96}
     for size in (2, 4):
         yield config("gemma4_text", **sizes, tie_word_embeddings=True), Setup(**longer, parameter_bytes=size)
+    # In E2B, layers have inputs of their own, and read keys and values of other layers.
+    sizes |= {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 512, "attention_k_eq_v": False}
+    sizes |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    for size in (2, 4):
+        yield config("gemma4_text", **sizes, tie_word_embeddings=True), Setup(**longer, parameter_bytes=size)
     # OLMo 2 has one norm each for all queries and all keys, and EXAONE 4 has layers without rotary embeddings.
     yield config("olmo2"), Setup(**ONE_HEAD, parameter_bytes=4)
     yield config("exaone4", sliding_window=16, sliding_window_pattern=2), Setup(**ONE_HEAD)

@@ -122,9 +122,9 @@ def test_render_without_heads_has_no_acceptance_file():
 def test_render_names_heads_that_are_not_kept():
     args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_mode="heads_only", drafter="eagle3.1")
     plan = make_plan(args, 1, Heads(kind="eagle3", features=(1, 2, 3)))
-    assert has_line(render(args, plan, Heads(2), None), "MTP 1 2 mtp")
-    assert has_line(render(args, plan, Heads(1, kind="eagle3"), None), "MTP 1 1 eagle3")
-    assert not has_line(render(args, plan, Heads(), None), "MTP mtp")
+    assert has_line(render(args, plan, Heads(2), None), "drafter eagle3 2 mtp")
+    assert has_line(render(args, plan, Heads(1, kind="eagle3"), None), "drafter 1 eagle3")
+    assert not has_line(render(args, plan, Heads(), None), "drafter mtp")
 
 
 def test_render_without_held_out_rows_has_no_acceptance_file():

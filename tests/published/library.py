@@ -20,6 +20,7 @@ from tests.tiny import (
     CLASSES,
     COPIED_TOWER,
     DSA,
+    GEMMA4,
     HEADS_WITH_COPIES,
     STACKED_TRUNK,
     VISION_TOWERS,
@@ -50,6 +51,7 @@ _OTHER_SETTINGS = (  # rotary scaling, windows, tied embeddings, storage formats
     "Qwen3.5-35B-A3B",
     "Step-3.5-Flash-FP8",
     "gemma-4-26B-A4B-it",
+    "gemma-4-E2B-it",
     "gemma-4-31B-it-transformers5",
 )
 CHOSEN = (*_ONE_OF_EACH.values(), *_OTHER_SETTINGS)
@@ -74,7 +76,7 @@ HEADS = {
 three."""
 WITHOUT_HEADS = ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Nemotron-H-56B-Base-8K")
 """Models of these families that are published without heads."""
-VISION_LANGUAGE = {"gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+VISION_LANGUAGE = {"gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 """Families whose language model transformers has only together with the vision tower."""
 ZERO_CENTERED = {"gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5"}
 """Families whose norms multiply by 1 + weight, except for the norm after linear attention."""
@@ -213,11 +215,13 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
     if trunk.config.tie_word_embeddings:
         del held["lm_head.weight"]
     shapes = _named(kind, held, stacked=model in STACKED)
+    if kind in GEMMA4:
+        shapes |= _unread_keys(kind, trunk)
     if has_head:
         names, block = mtp_names(kind, 0, config.num_hidden_layers, last_of_head(config))
         hidden = config.hidden_size
         shapes |= {name: (hidden, 2 * hidden) if role == "projection" else (hidden,) for role, name in names.items()}
-        block_state = head_block(trunk, kind, trunk.config)
+        block_state: Any = head_block(trunk, kind)
         if kind == "mimo_v2_flash":  # the attention of another layer
             attention = trunk.model.layers[1].self_attn.state_dict(prefix="self_attn.")
             others = {name: tensor for name, tensor in block_state.items() if not name.startswith("self_attn.")}
@@ -228,7 +232,7 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
         shapes |= {block + name: shape for name, shape in inner.items()}
         if kind in WITH_OWN_OUTPUT:
             shapes[output_name(block)] = (config.vocab_size, hidden)
-    if kind in (*COPIED_TOWER, "gemma4"):
+    if kind in (*COPIED_TOWER, *GEMMA4):
         shapes |= {name: tuple(tensor.shape) for name, tensor in copied_tower(raw).items()}
     elif kind in WRAPPED:
         config_class, tower_class = VISION_TOWERS[kind]
@@ -239,13 +243,24 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _unread_keys(kind: str, trunk: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of keys and values of layers that read those of others, which published files have as well."""
+    shapes, kinds = {}, trunk.config.layer_types
+    for number in range(len(kinds) - trunk.config.num_kv_shared_layers, len(kinds)):
+        source = trunk.model.layers[kinds.index(kinds[number])].self_attn
+        for name in ("k_proj", "v_proj", "k_norm"):
+            key = hub_name(kind, f"model.layers.{number}.self_attn.{name}.weight")
+            shapes[key] = tuple(getattr(source, name).weight.shape)
+    return shapes
+
+
 def copied_tower(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of the tower and its projector, by their names in files."""
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
-    if raw["model_type"] == "gemma4":
+    if raw["model_type"] in GEMMA4:
         return {
-            name: tensor
+            _published_name(raw["model_type"], name): tensor
             for name, tensor in whole.state_dict().items()
             if not name.startswith(("model.language_model.", "lm_head."))
         }
@@ -253,6 +268,15 @@ def copied_tower(raw: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if raw["model_type"] == "gemma3":
         held = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in held.items()}
     return {name: tensor for name, tensor in held.items() if not name.startswith(("language_model.", "lm_head."))}
+
+
+def _published_name(kind: str, name: str) -> str:
+    """Return the name in files of a tensor of the towers of Gemma 4; the 12B has other modules in transformers."""
+    if kind != "gemma4_unified" or ".embed_audio." in name:
+        return name
+    if ".multimodal_embedder." in name:
+        return name.replace(".multimodal_embedder.", ".")
+    return name.replace(".embed_vision.", ".vision_embedder.")
 
 
 def _config_of(kind: str, raw: Mapping[str, Any]) -> Any:
@@ -274,7 +298,7 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
         is_added_to_1 = family(model) in ZERO_CENTERED and "linear_attn" not in name
         drawn = 0.2 * drawn + (0.0 if is_added_to_1 else 1.0)
-    elif len(shape) == 1:  # biases, and what linear attention forgets by
+    elif len(shape) <= 1:  # biases, what linear attention forgets by, and limits in towers
         drawn = 0.2 * drawn
     elif "embed" not in name:
         drawn = drawn / shape[-1] ** 0.5

@@ -58,6 +58,32 @@ def test_what_is_accepted(gemma, options):
     rules.check(dataclasses.replace(SFT, **options), 1)
 
 
+E_MODEL = TRUNK | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "attention_k_eq_v": False}
+E_MODEL |= {"num_hidden_layers": 6, "layer_types": KINDS[2:] * 3, "num_kv_shared_layers": 2}
+
+
+def test_a_trunk_like_e2b_can_have_a_new_assistant(gemma):
+    """It reads layers 2 and 3, the last ones with keys, which must be on the last stage."""
+    write("trunk", E_MODEL)
+    rules.check(dataclasses.replace(SFT, **NEW), 1)
+    problems = problems_of(dataclasses.replace(SFT, **NEW, pipeline_model_parallel_size=2), 2)
+    assert mention_each([text for text, _ in problems], ["--pipeline_model_parallel_size 2 2 3"])
+    options = {"model": "trunk", "mtp_mode": "heads_only", "mtp_num_layers": 1, "mtp_init": "copy_last_layer"}
+    options |= {"cache_trunk_states": "cache", "stream_trunk": True, "packing": True}
+    (problem,) = [text for text, _ in problems_of(dataclasses.replace(SFT, **options)) if "--stream_trunk" in text]
+    assert mentions(problem, "--stream_trunk layers")
+
+
+def test_an_assistant_of_the_12b_is_the_class_of_the_12b(gemma):
+    """Both model types of assistants are read, whatever the trunk."""
+    config = gemma4_assistant.declaration(TRUNK | {"model_type": "gemma4_unified"})["config"]
+    assert config["model_type"] == "gemma4_unified_assistant"
+    assert config["text_config"]["model_type"] == "gemma4_unified_text"
+    write("trunk", {"model_type": "gemma4_unified", "text_config": TRUNK})
+    write("assistant", config)
+    rules.check(dataclasses.replace(SFT, **GRAFT), 1)
+
+
 @pytest.mark.parametrize("options", [GRAFT, NEW])
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),

@@ -12,7 +12,7 @@ from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
 from tests.published.library import content as published
-from tests.rules.good import SFT, problems_of
+from tests.rules.good import SFT, change_config, problems_of
 
 
 @pytest.mark.parametrize(
@@ -415,3 +415,12 @@ def test_a_command_without_grafts_refuses_them_and_advises_none(here, model):
     problems = problems_of(args)
     assert any(mentions(problem, "--mtp_init graft") and mentions(hint, "--mtp_init") for problem, hint in problems)
     assert not any("--mtp_graft_from" in hint for _, hint in problems)
+
+
+@pytest.mark.parametrize("drafter", ["dflash", "dspark"])
+def test_a_block_drafter_reads_a_layer_after_the_first(here, drafter):
+    change_config(num_hidden_layers=1)
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, mtp_mode="heads_only", drafter=drafter))
+    assert mentions(problem, f"--drafter {drafter} --model plain layers")
+    assert "config.json" not in problem
+    assert "feature_layers" not in problem

@@ -20,7 +20,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, write_adapter, write_heads
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.server.process import free_url
+from swiftlite.engines.server.process import free_port
 from swiftlite.serve import deploy
 from tests.messages import naming
 from tests.tiny import make_tiny_hf, make_tiny_vision_hf
@@ -299,7 +299,7 @@ def test_a_key_is_not_logged_and_not_in_the_process_list(tmp_path, monkeypatch, 
     before = logging.getLogger("swiftlite").handlers[:]
     log.setup()
     try:
-        deploy.run(DeployArgs(model=str(model), port=free_url()[1], vllm_engine_kwargs=kwargs))
+        deploy.run(DeployArgs(model=str(model), port=free_port(), vllm_engine_kwargs=kwargs))
     finally:
         logging.getLogger("swiftlite").handlers[:] = before
     told = capsys.readouterr().err

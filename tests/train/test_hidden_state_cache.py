@@ -30,6 +30,7 @@ from swiftlite.data.sample import digest
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.kernels import Machine
 from swiftlite.plan.run import make_plan
+from swiftlite.train import hidden_state_cache
 from swiftlite.train import run as training
 from swiftlite.train.batches import micro_batches
 from swiftlite.train.batches.micro_batches import Batches
@@ -301,3 +302,10 @@ def test_damaged_states_are_computed_again(options, mesh, tmp_path, passes, dama
     assert passes == []
     if damage not in ("lost", "exchanged", "empty"):
         assert records(cache) == whole
+
+
+def test_states_of_other_layers_are_named(tmp_path):
+    written = {"format": hidden_state_cache.FORMAT, "states": "after the norm, inputs of layers 1, 3"}
+    (tmp_path / hidden_state_cache.MANIFEST).write_text(json.dumps(written))
+    with pytest.raises(UserError, match=naming(f"--cache_trunk_states {tmp_path} states 1, 3 2, 4")):
+        hidden_state_cache._check_is_same(tmp_path, written | {"states": "after the norm, inputs of layers 2, 4"})

@@ -12,7 +12,7 @@ from swiftlite.base.errors import UserError, clip
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.llamacpp.request import post
-from swiftlite.engines.server.process import free_url, serve
+from swiftlite.engines.server.process import serve
 from swiftlite.engines.server_command import ServerCommand, flags
 
 TEXTS = (
@@ -134,17 +134,17 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
     Args:
         more: further options of the server.
     """
-    url, port = free_url()
-    options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": port, "ctx_size": 256, "parallel": 1}
+    options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": 0, "ctx_size": 256, "parallel": 1}
     options |= {"jinja": True, "no_warmup": True, **(more or {})}
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-"))
         try:
-            stack.enter_context(serve(ServerCommand([*words, *flags(options)]), url, Path(directory) / "server.log"))
+            command = ServerCommand([*words, *flags(options)])
+            server = stack.enter_context(serve(command, Path(directory) / "server.log"))
         except UserError as error:
             # The hint names the log, which is removed.
             raise UserError(f"llama.cpp cannot load {file.name}: {error.problem}") from None
         try:
-            yield url
+            yield server.url
         except OSError as error:
             raise UserError(f"llama.cpp's server does not answer: {error}") from None

@@ -18,7 +18,7 @@ from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.llamacpp.server import SLOTS, draft_numbers, max_length, server_options
-from swiftlite.engines.server.process import free_url, serve
+from swiftlite.engines.server.process import serve
 from swiftlite.engines.server_command import ServerCommand, flags
 
 
@@ -50,13 +50,12 @@ class LlamacppEngine:
             draws_drafts=config.draws_drafts,
         )
         files = gguf_options(model, config.torch_dtype, drafts=numbers.heads > 0)
-        self._url, port = free_url()
-        given = {**files, "host": "127.0.0.1", "port": port, **options}
+        given = {**files, "host": "127.0.0.1", "port": 0, **options}
         self._running = ExitStack()
         directory = Path(self._running.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-")))
         command = ServerCommand([*words, *flags(given)])
         try:
-            self._server = self._running.enter_context(serve(command, self._url, directory / "server.log"))
+            self._server = self._running.enter_context(serve(command, directory / "server.log"))
         except UserError as error:
             self._running.close()
             # The hint names the log, which is removed.
@@ -102,7 +101,7 @@ class LlamacppEngine:
 
     def _request(self, path: str, content: dict[str, Any] | None = None) -> str:
         try:
-            return post(self._url, path, content)
+            return post(self._server.url, path, content)
         except OSError as error:
             raise self._server.failure(f"llama.cpp's server does not answer ({error})") from None
 

@@ -180,11 +180,13 @@ class Loading:
 
     def _unread(self) -> list[str]:
         """Return a problem (one line) for each tensor that was not read. Derived tensors and copies do not count."""
-        family = self.model.family
-        copies = chain.from_iterable(row.hf_copies for row in family.rows(self.model.config))
+        family, hf_config = self.model.family, self.model.config
+        copies = chain.from_iterable(row.hf_copies for row in family.rows(hf_config))
         keys = (self.recorder.keys - self.recorder.used).difference(copies)
         left = sorted(
-            key for key in keys if not (family.is_derived(key) or family.is_carried(key) or key.endswith(OF_ORDER))
+            key
+            for key in keys
+            if not (family.is_derived(key) or family.is_carried(hf_config, key) or key.endswith(OF_ORDER))
         )
         return [f"{self.info.label} does not read {key}" for key in some(left)]
 

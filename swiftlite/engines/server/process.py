@@ -8,44 +8,71 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from swiftlite.base.direct import DIRECT
 from swiftlite.base.errors import UserError
+from swiftlite.base.log import logger
 from swiftlite.engines.server_command import ServerCommand
 
 # Time to drain in-flight requests and stop workers; vLLM on a CPU takes 2 s.
 SECONDS_TO_STOP = 60
 LINES_TO_SHOW = 15
+ATTEMPTS = 4
+"""Number of ports at which a server is started."""
 
 
-@dataclass
 class Server:
-    """The process of a server.
+    """The process of a server, at a port of this machine that was free.
+
+    Another process can take the port until the server listens there, which is after it has loaded its model. The server
+    is then started again at another port, at most `ATTEMPTS` times.
 
     Attributes:
+        command: command of the server, with its port.
         url: address at which the server listens.
+        process: the process that runs it.
         log: file with the server's output.
         was_healthy: whether `wait_until_healthy` has succeeded.
     """
 
-    process: subprocess.Popen
-    url: str
-    log: Path
-    was_healthy: bool = False
+    def __init__(self, command: ServerCommand, log: Path):
+        self.log = log
+        self._start(command)
+
+    def _start(self, command: ServerCommand) -> None:
+        self._port = free_port()
+        self.command = command.with_port(self._port)
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.was_healthy = False
+        with self.log.open("wb") as stream:
+            # In a separate session, so that Ctrl-C reaches only this process, and remaining children can be found.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "swiftlite.engines.server.watchdog", str(os.getpid()), *self.command.words],
+                # Unbuffered, so that the log is in chronological order, with errors at the end.
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **command.variables},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait_until_healthy(self) -> None:
         """Wait until the server accepts requests.
 
         Raises:
-            UserError: the server ended before.
+            UserError: the server ended before, or other processes took its ports.
         """
-        while not _is_healthy(self.url):
-            if self.process.poll() is not None:
-                raise self.failure(f"the server ended with code {self.process.returncode} before it was ready")
-            time.sleep(0.5)
-        self.was_healthy = True
+        for _ in range(ATTEMPTS - 1):
+            if self._owns_port_when_healthy():
+                return
+            logger.warning("another process took port %d; the server is started again at another one", self._port)
+            self.stop()
+            self._start(self.command)
+        if not self._owns_port_when_healthy():
+            raise self.failure(f"other processes took {ATTEMPTS} ports before the server listened there")
 
     def failure(self, what: str) -> UserError:
         """Return the error of a failed server, with the end of its log."""
@@ -53,59 +80,95 @@ class Server:
         tail = "".join(f"\n    | {line}" for line in lines)
         return UserError(f"{what}; end of its log:{tail}", f"see {self.log}")
 
+    def stop(self) -> None:
+        """Stop the server and all of its processes."""
+        patience = SECONDS_TO_STOP if self.was_healthy else 0  # a starting server has no requests to drain
+        try:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience)
+        finally:  # also at a second Ctrl-C
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _owns_port_when_healthy(self) -> bool:
+        """Wait until the address responds, and return whether only this server listens there.
+
+        vLLM and llama.cpp share their port with other processes of the user that do so too (SO_REUSEPORT). Without
+        the check, some requests would then reach a foreign server.
+
+        Raises:
+            UserError: the server ended, although its port was free.
+        """
+        while not _is_healthy(self.url):
+            if self.process.poll() is not None:
+                if not _is_free(self._port):
+                    return False
+                raise self.failure(f"the server ended with code {self.process.returncode} before it was ready")
+            time.sleep(0.5)
+        self.was_healthy = all(_is_in_session(pid, self.process.pid) for pid in _listeners(self._port))
+        return self.was_healthy
+
 
 @contextlib.contextmanager
-def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
+def serve(command: ServerCommand, log: Path) -> Iterator[Server]:
     """Start a server, wait until it is healthy, and stop it with its child processes, even if this process is killed.
 
     Args:
-        command: command of a server that listens at `url`.
+        command: command of a server that listens on this machine. Its port is replaced by a free one (`Server.url`).
         log: file for the server's output.
 
     Raises:
         UserError: the server ended before it was healthy.
     """
-    with launch(command, url, log) as server:
+    with launch(command, log) as server:
         server.wait_until_healthy()
         yield server
 
 
 @contextlib.contextmanager
-def launch(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
+def launch(command: ServerCommand, log: Path) -> Iterator[Server]:
     """Start a server like `serve`, without waiting until it is healthy."""
-    with log.open("wb") as stream:
-        # In a separate session, so that Ctrl-C reaches only this process, and remaining children can be found.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "swiftlite.engines.server.watchdog", str(os.getpid()), *command.words],
-            # Unbuffered, so that the log is in chronological order, with errors at the end.
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.variables},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    server = Server(process, url, log)
+    server = Server(command, log)
     try:
         yield server
     finally:
-        patience = SECONDS_TO_STOP if server.was_healthy else 0  # a starting server has no requests to drain
-        _stop(process, patience)
+        server.stop()
 
 
-def free_url() -> tuple[str, int]:
-    """Return a free address and its port."""
-    return free_urls(1)[0]
+def free_port() -> int:
+    """Return a port that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
-def free_urls(number: int) -> list[tuple[str, int]]:
-    """Return different free addresses and their ports."""
-    with contextlib.ExitStack() as probes:
-        ports = []
-        for _ in range(number):
-            probe = probes.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    return [(f"http://127.0.0.1:{port}", port) for port in ports]
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were closed do not count
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def _listeners(port: int) -> set[int | None]:
+    """Return the ids of the processes that listen at a port; None for those of another user."""
+    try:
+        sockets = psutil.net_connections("tcp")
+    except psutil.AccessDenied:  # macOS shows them only to root
+        return set()
+    listening = [each for each in sockets if each.status == psutil.CONN_LISTEN]
+    return {each.pid for each in listening if each.laddr and each.laddr.port == port}
+
+
+def _is_in_session(pid: int | None, session: int) -> bool:
+    try:
+        return pid is not None and os.getsid(pid) == session
+    except ProcessLookupError:  # has ended
+        return True
 
 
 def _is_healthy(url: str) -> bool:
@@ -114,14 +177,3 @@ def _is_healthy(url: str) -> bool:
             return response.status == 200
     except OSError:  # not listening, or not healthy yet
         return False
-
-
-def _stop(process: subprocess.Popen, patience: float) -> None:
-    try:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-    finally:  # also at a second Ctrl-C
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -14,7 +14,7 @@ from transformers import DynamicCache, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, apply_rotary_pos_emb
 
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator
+from swiftlite.engines.transformers.draft_generator import DraftSteps
 
 _SETTINGS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
@@ -110,47 +110,25 @@ def _heads(
     return *apply_rotary_pos_emb(query_BNSD, key_BGSD, *rotary), value_BGSD
 
 
-class DFlashCandidateGenerator(MtpCandidateGenerator):
-    """Draft with a DFlash or DSpark drafter. Arguments are those of `MtpCandidateGenerator`."""
+class DFlashSteps(DraftSteps):
+    """Draft with a DFlash or DSpark drafter. For arguments, see `DraftSteps`."""
 
-    @torch.no_grad()
-    def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input_ids: torch.Tensor,
-        model_kwargs: dict[str, Any] | None = None,
-        model_outputs: Any = None,
-        is_first_iteration: bool = False,
-        n_last_matches: int = 0,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Append the drafts to `input_ids` [1, S]; arguments and result are those of the method of the base class.
-
-        The states of `model_outputs` are the context (`DFlashDrafter.fused`).
-        """
-        if is_first_iteration:
-            self._reset()
-            return input_ids, None
+    def begin(self, ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Compute the states of all drafts of a round; `states` are the context (`DFlashDrafter.fused`)."""
         (drafter,), (cache,) = self._heads, self._caches
-        anchor, begin = input_ids.shape[1] - 1, cache.get_seq_length()
-        context = model_outputs.hidden_states[-1][:, : anchor - begin]
+        anchor, begin = ids.shape[1] - 1, cache.get_seq_length()
+        context = states[:, : anchor - begin]
         drafter.remember(context, cache, self._rotary(context, begin))
-        num_masks = self._num_tokens - (drafter.markov_head is not None)  # DSpark also drafts from the anchor's state
-        masks = input_ids.new_full((1, num_masks), drafter.mask_token)
-        embedding = self._decoder.get_input_embeddings()(torch.cat((input_ids[:, -1:], masks), dim=1))
-        states = drafter(embedding, cache, self._rotary(embedding, anchor))[:, -self._num_tokens :]
-        ids = input_ids
-        drawn_from: list[torch.Tensor] = []
-        for draft in range(self._num_tokens):
-            ids, is_sure = self._append_draft(drafter, ids, states[:, draft : draft + 1], drawn_from)
-            if not is_sure:
-                break
-        if not drawn_from:
-            return ids, None
-        return ids, torch.stack(drawn_from, dim=1)
+        num_masks = self.num_tokens - (drafter.markov_head is not None)  # DSpark also drafts from the anchor's state
+        masks = ids.new_full((1, num_masks), drafter.mask_token)
+        embedding = self._embeddings(torch.cat((ids[:, -1:], masks), dim=1))
+        self._states = drafter(embedding, cache, self._rotary(embedding, anchor))[:, -self.num_tokens :]
 
-    def _logits(self, head: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        logits = super()._logits(head, ids, hidden)
-        return logits if head.markov_head is None else logits + head.markov_head(ids[:, -1])
+    def logits(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [1, V] of a draft."""
+        (drafter,) = self._heads
+        logits = self._output(drafter, self._states[:, number : number + 1])
+        return logits if drafter.markov_head is None else logits + drafter.markov_head(ids[:, -1])
 
     def _rotary(self, states_BSH: torch.Tensor, start: int) -> Any:
         """Return cosines and sines at the positions of states; the first state is at position `start`."""

@@ -9,11 +9,12 @@ from torch import nn
 from swiftlite.base.heads import GEMMA4_ASSISTANT, MTP, MTP_FEATURES
 from swiftlite.bridge.rows import HfConfig, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.engines.transformers.dflash import DFlashCandidateGenerator, DFlashDrafter
+from swiftlite.engines.transformers.dflash import DFlashDrafter, DFlashSteps
+from swiftlite.engines.transformers.draft_generator import DraftSteps
 from swiftlite.engines.transformers.eagle3 import Eagle3Drafter
-from swiftlite.engines.transformers.gemma4_assistant import AssistantCandidateGenerator, load_assistant
+from swiftlite.engines.transformers.gemma4_assistant import AssistantSteps, load_assistant
 from swiftlite.engines.transformers.mtp_features import load_feature_head
-from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.mtp_heads import load_heads
 from swiftlite.families import dflash, eagle3
 from swiftlite.families.resolved import HfModel
 
@@ -53,8 +54,8 @@ DRAFTERS: dict[str, Callable[[HfModel, Any], nn.Module]] = {
     GEMMA4_ASSISTANT: load_assistant,
 }
 """Functions that load drafters other than MTP heads for a model and its decoder."""
-GENERATORS: dict[str, type[MtpCandidateGenerator]] = {
-    **dict.fromkeys(dflash.KINDS, DFlashCandidateGenerator),
-    GEMMA4_ASSISTANT: AssistantCandidateGenerator,
+STEPS: dict[str, type[DraftSteps]] = {
+    **dict.fromkeys(dflash.KINDS, DFlashSteps),
+    GEMMA4_ASSISTANT: AssistantSteps,
 }
-"""The classes that draft. Kinds that are not listed draft like MTP heads."""
+"""The classes that compute drafts. Kinds that are not listed draft like MTP heads."""

@@ -1,6 +1,6 @@
 """Implement an EAGLE-3 drafter (`families/eagle3.py`) in plain torch on top of a transformers trunk.
 
-It has the interface of an `MtpHead`, with which `MtpCandidateGenerator` drafts.
+It has the interface of an `MtpHead`, with which `MtpSteps` drafts.
 
 Shapes: B batch (always 1), S positions, H hidden size, F features.
 """

@@ -42,9 +42,10 @@ from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Samplin
 from swiftlite.engines.loading.weight_update import Bucket
 from swiftlite.engines.prompts import ImagePrompt
 from swiftlite.engines.served_model import require_heads
-from swiftlite.engines.transformers.drafters import GENERATORS, load_drafter
+from swiftlite.engines.transformers.draft_generator import DraftGenerator
+from swiftlite.engines.transformers.drafters import STEPS, load_drafter
 from swiftlite.engines.transformers.image_inputs import ImageInputs
-from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, ScaledOutput, final_norm
+from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpSteps, ScaledOutput, final_norm
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
 from swiftlite.engines.transformers.verification import processed, verify, verify_greedily, warpers
 from swiftlite.families.drafters import SERVED
@@ -79,7 +80,7 @@ class TransformersEngine:
         self.max_length = min(config.max_model_len or longest, longest)
         self._drafting = model.family.drafting_of(model.config, model.heads)
         self._features, self._reads_state = model.heads.features, model.heads.reads_state
-        self._generator = GENERATORS.get(model.heads.kind, MtpCandidateGenerator)
+        self._steps = STEPS.get(model.heads.kind, MtpSteps)
         self._heads = None
         if num_tokens:
             self._heads = load_drafter(model, self._decoder)
@@ -224,23 +225,21 @@ class TransformersEngine:
         generator: torch.Generator,
         sampling: Sampling,
         images: ImageInputs | None,
-    ) -> MtpCandidateGenerator | None:
+    ) -> DraftGenerator | None:
         """Return the drafter for one prompt; None without speculation."""
         if self._heads is None:
             return None
-        return self._generator(
+        steps = self._steps(
             self._decoder,
             self._draft_output,
             self._heads,
             self._num_head_tokens,
             self._drafting,
-            processor,
-            generator,
-            sampling.draft_confidence,
             images,
             self._embedding_multiplier,
-            is_greedy=sampling.temperature == 0,
         )
+        is_greedy = sampling.temperature == 0
+        return DraftGenerator(steps, processor, generator, sampling.draft_confidence, is_greedy=is_greedy)
 
     def _states(
         self, ids: torch.Tensor, cache: DynamicCache, images: ImageInputs | None
@@ -381,7 +380,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
     tensors, parts = {}, {}
     with Checkpoint(model.directory, format_of(hf_config)) as checkpoint:
         for key, entry in checkpoint.entries.items():
-            if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
+            if family.is_mtp(hf_config, key) or family.is_carried(hf_config, key) or family.is_derived(key):
                 continue
             name = text_name(key) if is_wrapped(family) else key
             tensor = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
@@ -416,7 +415,7 @@ def model_files(model: HfModel, buckets: Iterable[Bucket]) -> Iterator[HfModel]:
 
 
 def _draft(
-    drafter: MtpCandidateGenerator | None, ids: torch.Tensor, fed: torch.Tensor | None
+    drafter: DraftGenerator | None, ids: torch.Tensor, fed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the ids [1, S] with the drafts appended, and the logits of the drafts.
 

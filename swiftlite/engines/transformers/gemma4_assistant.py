@@ -11,14 +11,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, Gemma4AssistantConfig, Gemma4AssistantForCausalLM
+from transformers import (
+    DynamicCache,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+)
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator
+from swiftlite.engines.transformers.draft_generator import DraftSteps
 from swiftlite.families.gemma4_assistant import PREFIX, own_config
 from swiftlite.families.resolved import HfModel
+
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "gemma4_assistant": (Gemma4AssistantConfig, Gemma4AssistantForCausalLM),
+    "gemma4_unified_assistant": (Gemma4UnifiedAssistantConfig, Gemma4UnifiedAssistantForCausalLM),
+}
 
 
 class Gemma4Assistant(nn.Module):
@@ -92,9 +103,10 @@ class Gemma4Assistant(nn.Module):
 
 def load_assistant(model: HfModel, decoder: Any) -> Gemma4Assistant:
     """Load the assistant of a checkpoint for its trunk."""
-    config = Gemma4AssistantConfig.from_dict(own_config(model.family, model.config))
-    network: Any = Gemma4AssistantForCausalLM._from_config(
-        config, attn_implementation=decoder.config._attn_implementation
+    own = own_config(model.family, model.config)
+    config_class, network_class = _CLASSES[own["model_type"]]
+    network: Any = network_class._from_config(
+        config_class.from_dict(own), attn_implementation=decoder.config._attn_implementation
     )
     with Checkpoint(model.directory) as checkpoint:
         names = shapes_of(model.family.head_rows(model.config, 0))
@@ -105,39 +117,19 @@ def load_assistant(model: HfModel, decoder: Any) -> Gemma4Assistant:
     return Gemma4Assistant(network, [decoder.layers[layer] for layer in model.heads.features])
 
 
-class AssistantCandidateGenerator(MtpCandidateGenerator):
-    """Draft with an assistant of Gemma 4. Arguments are those of `MtpCandidateGenerator`."""
+class AssistantSteps(DraftSteps):
+    """Draft with an assistant of Gemma 4. For arguments, see `DraftSteps`."""
 
-    @torch.no_grad()
-    def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input_ids: torch.Tensor,
-        model_kwargs: dict[str, Any] | None = None,
-        model_outputs: Any = None,
-        is_first_iteration: bool = False,
-        n_last_matches: int = 0,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Append the drafts to `input_ids` [1, S]; arguments and result are those of the method of the base class.
-
-        The states of `model_outputs` are those of `Gemma4Assistant.fused`.
-        """
-        if is_first_iteration:
-            self._reset()
-            return input_ids, None
+    def begin(self, ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Read the trunk's `states`, which are those of `Gemma4Assistant.fused`."""
         (assistant,), (cache,) = self._heads, self._caches
-        new = model_outputs.hidden_states[-1][:, : input_ids.shape[1] - 1 - cache.get_seq_length()]
+        new = states[:, : ids.shape[1] - 1 - cache.get_seq_length()]
         assistant.remember(new, cache, self._decoder.rotary_emb)
-        hidden = assistant.network.post_projection.out_features
-        state, ids = new[:, -1:, :hidden], input_ids
-        drawn_from: list[torch.Tensor] = []
-        for _ in range(self._num_tokens):
-            embedding = self._decoder.get_input_embeddings()(ids[:, -1:])
-            drafted = assistant(torch.cat((embedding, state), dim=-1), cache)
-            state = assistant.network.post_projection(drafted)
-            ids, is_sure = self._append_draft(assistant, ids, drafted, drawn_from)
-            if not is_sure:
-                break
-        if not drawn_from:
-            return ids, None
-        return ids, torch.stack(drawn_from, dim=1)
+        self._state = new[:, -1:, : assistant.network.post_projection.out_features]
+
+    def logits(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [1, V] of a draft."""
+        (assistant,), (cache,) = self._heads, self._caches
+        drafted = assistant(torch.cat((self._embeddings(ids[:, -1:]), self._state), dim=-1), cache)
+        self._state = assistant.network.post_projection(drafted)
+        return self._output(assistant, drafted)

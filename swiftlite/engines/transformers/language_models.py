@@ -11,6 +11,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
@@ -44,6 +46,11 @@ def gemma3(model: HfModel) -> Trunk:
 def gemma4(model: HfModel) -> Trunk:
     """Return the class and the config of a trunk with the layers of Gemma 4."""
     return Gemma4ForCausalLM, Gemma4TextConfig(**_settings(model))
+
+
+def gemma4_unified(model: HfModel) -> Trunk:
+    """Return the class and the config of a trunk with the layers of Gemma 4 12B."""
+    return Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig(**_settings(model))
 
 
 def mistral(model: HfModel) -> Trunk:

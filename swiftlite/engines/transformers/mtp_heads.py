@@ -11,24 +11,21 @@ Shapes: B batch (always 1), S positions, H hidden size.
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from swiftlite.base.drafting import Drafting
 from swiftlite.bridge.encoding.expert_stack import stack
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.rejoin import joined
 from swiftlite.bridge.rows import renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.engines.transformers.image_inputs import ImageInputs
-from swiftlite.engines.transformers.verification import draw
+from swiftlite.engines.transformers.draft_generator import DraftSteps
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.resolved import HfModel
@@ -71,6 +68,10 @@ class MtpHead(nn.Module):
             self.transformer_layer = HalfLayers([self.transformer_layer, *others])
         elif mlp != attention:
             self.transformer_layer.mlp = deepcopy(decoder.layers[mlp].mlp)
+        if getattr(self.transformer_layer, "hidden_size_per_layer_input", 0):  # of Gemma 4, not of its heads
+            self.transformer_layer.hidden_size_per_layer_input = 0
+            for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"):
+                delattr(self.transformer_layer, name)
         self.transformer_layer.self_attn.layer_idx = 0  # each head has a separate cache of one layer
         self.transformer_layer.self_attn.store_full_length_kv = False  # in Gemma 4: no other layer reads its keys
         self.make_mask = create_sliding_window_causal_mask if has_window else create_causal_mask
@@ -218,8 +219,8 @@ def read_layer(model: HfModel, checkpoint: Checkpoint, prefix: str) -> dict[str,
     return stack(tensors)
 
 
-class MtpCandidateGenerator(CandidateGenerator):
-    """Draft with MTP heads through the interface of transformers' assisted generation.
+class MtpSteps(DraftSteps):
+    """Draft with MTP heads, or with drafters that have the interface of an `MtpHead`. For arguments, see `DraftSteps`.
 
     Depth k (from 0) at position i receives the state of depth k - 1 at i, the token at i + k + 1 and, through its KV
     cache, all earlier positions. The depth predicts the token at i + k + 2. Rotary positions equal the trunk's
@@ -246,119 +247,60 @@ class MtpCandidateGenerator(CandidateGenerator):
     If more tokens are drafted than there are heads, the last head drafts the rest. Each time, this head reads its own
     previous state instead of the state of the previous depth, one position further. With one head, this is the
     algorithm of vLLM.
-
-    Args:
-        decoder: the trunk without its output layer, whose states are passed to `get_candidates`.
-        output_layer: output layer of the trunk, used by all heads without one of their own, or a `DraftOutput` made
-            from it.
-        heads: the MTP heads, loaded by `load_heads`.
-        num_tokens: tokens to draft per round.
-        drafting: inputs of the heads, `MtpLayout.drafting` of the family.
-        logits_processor: applied to the heads' logits; None drafts the most likely token.
-        generator: random number generator; None is torch's default.
-        confidence: drafting stops after a draft token with a smaller probability; this token is still proposed. With 0,
-            `num_tokens` tokens are always drafted.
-        images: images of the prompt, whose features the heads read in place of placeholder tokens; None without images.
-        embedding_multiplier: factor of the embeddings that heads read, if it is not in the embedding's module.
-        is_greedy: whether the most likely token is drafted also with a `logits_processor`.
     """
 
-    requires_model_outputs = True
-    model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
-
-    def __init__(
-        self,
-        decoder: Any,
-        output_layer: nn.Module,
-        heads: nn.ModuleList,
-        num_tokens: int,
-        drafting: Drafting,
-        logits_processor: LogitsProcessorList | None = None,
-        generator: torch.Generator | None = None,
-        confidence: float = 0.0,
-        images: ImageInputs | None = None,
-        embedding_multiplier: float = 1.0,
-        is_greedy: bool = False,
-    ):
-        self._images = images
-        self._embedding_multiplier = embedding_multiplier
-        self._decoder = decoder
-        self._drafting = drafting
-        self._output_layer = output_layer
-        self._heads: list[Any] = list(heads)[:num_tokens]
-        self._num_tokens = num_tokens
-        self._logits_processor = logits_processor
-        self._is_greedy = is_greedy or logits_processor is None
-        self._generator = generator
-        self._confidence = confidence
-        self._reset()
-
-    def _reset(self) -> None:
-        self._caches = [head.new_cache() for head in self._heads]
+    def reset(self) -> None:
+        """Forget the sequence."""
+        super().reset()
         self._waiting: list[list[torch.Tensor]] = [[] for _ in self._heads]
+        self._end, self._next_depth = 0, len(self._heads)
 
-    @torch.no_grad()
-    def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input_ids: torch.Tensor,
-        model_kwargs: dict[str, Any] | None = None,
-        model_outputs: Any = None,
-        is_first_iteration: bool = False,
-        n_last_matches: int = 0,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Append the drafts to `input_ids` [1, S].
+    def begin(self, ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Begin a round."""
+        self._finish_round()
+        self._end = ids.shape[1] - 1  # the newest token's position, which the trunk has not processed
+        self._begins = [cache.get_seq_length() for cache in self._caches]
+        self._next_depth = 0
+        self._next_states = states[:, : self._end - self._begins[0]]
 
-        Args:
-            model_outputs: outputs of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H] are the
-                states that `Drafting` selects. Only the states of accepted tokens are used; the states after them
-                belong to rejected drafts.
-            is_first_iteration: whether the sequence is new to the trunk; then nothing is drafted.
+    def logits(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [1, V] of a draft."""
+        if number < len(self._heads):
+            return self._run_depth(number, ids)
+        return self._run_last(ids)
 
-        Returns:
-            The ids with the drafts, and the logits [1, drafts, V] from which the drafts were sampled. The logits are
-                None if the most likely tokens were drafted; verification then treats drafts as certain.
-        """
-        if is_first_iteration:
-            self._reset()
-            return input_ids, None
-        end = input_ids.shape[1] - 1  # the trunk has processed positions 0 .. end - 1; the token at `end` is the newest
-        begins = [cache.get_seq_length() for cache in self._caches]
-        ids = input_ids
-        drawn_from: list[torch.Tensor] = []
-        is_sure = True
-        hidden = model_outputs.hidden_states[-1][:, : end - begins[0]]
-        for depth, head in enumerate(self._heads):
-            fed = torch.cat((*self._waiting[depth], hidden), dim=1)
-            # Positions that the previous depth keeps and this one does not, see above.
-            kept = begins[depth]
-            if is_sure:
-                kept = max(end - depth, 0)
-            kept_before = max(end - depth + 1, 0)
-            if depth > 0:
-                self._waiting[depth] = [fed[:, kept - begins[depth] : kept_before - begins[depth]]]
-            if not is_sure:
-                break
-            before, hidden = self._run(head, self._caches[depth], fed, ids, begins[depth] + depth + 1)
-            ids, is_sure = self._append_draft(head, ids, hidden, drawn_from)
-            if self._drafting.chains_before_norm:
-                hidden = before
-        for _ in range(len(self._heads), self._num_tokens):
-            if not is_sure:
-                break
-            own = hidden
-            if self._drafting.recycles_before_norm:
-                own = before
-            last = self._heads[-1]
-            before, hidden = self._run(last, self._caches[-1], own[:, -1:], ids, ids.shape[1] - 1)
-            ids, is_sure = self._append_draft(last, ids, hidden, drawn_from)
+    def _finish_round(self) -> None:
+        """Keep what the next round needs: inputs of the first skipped depth, and keys of known tokens."""
+        depth = self._next_depth
+        if depth < len(self._heads):
+            fed = torch.cat((*self._waiting[depth], self._next_states), dim=1)
+            self._waiting[depth] = [fed[:, : max(self._end - depth + 1, 0) - self._begins[depth]]]
         for depth, cache in enumerate(self._caches):
-            surplus = cache.get_seq_length() - max(end - depth, 0)
+            surplus = cache.get_seq_length() - max(self._end - depth, 0)
             if surplus > 0:
                 cache.crop(-surplus)
-        if not drawn_from:
-            return ids, None
-        return ids, torch.stack(drawn_from, dim=1)
+
+    def _run_depth(self, depth: int, ids: torch.Tensor) -> torch.Tensor:
+        """Run a head that has not run in this round, and return its logits."""
+        begin = self._begins[depth]
+        fed = torch.cat((*self._waiting[depth], self._next_states), dim=1)
+        if depth > 0:
+            # Positions that the previous depth keeps and this one does not, see above.
+            kept, kept_before = max(self._end - depth, 0), max(self._end - depth + 1, 0)
+            self._waiting[depth] = [fed[:, kept - begin : kept_before - begin]]
+        head = self._heads[depth]
+        before, after = self._run(head, self._caches[depth], fed, ids, begin + depth + 1)
+        self._next_depth += 1
+        self._next_states = before if self._drafting.chains_before_norm else after
+        self._own_states = before if self._drafting.recycles_before_norm else after
+        return self._output(head, after)
+
+    def _run_last(self, ids: torch.Tensor) -> torch.Tensor:
+        """Run the last head on its own state, and return its logits."""
+        head = self._heads[-1]
+        before, after = self._run(head, self._caches[-1], self._own_states[:, -1:], ids, ids.shape[1] - 1)
+        self._own_states = before if self._drafting.recycles_before_norm else after
+        return self._output(head, after)
 
     def _run(
         self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor, start: int
@@ -371,7 +313,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             ids: the row with the drafts so far, [1, S].
             start: position in the row of the first token that the head reads; it reads all later tokens, too.
         """
-        embedding = self._decoder.get_input_embeddings()(ids[:, start:]) * self._embedding_multiplier
+        embedding = self._embeddings(ids[:, start:])
         begin = cache.get_seq_length()
         position_ids = torch.arange(begin, begin + embedding.shape[1], device=ids.device)[None]
         rotary_positions = position_ids
@@ -408,29 +350,3 @@ class MtpCandidateGenerator(CandidateGenerator):
         kinds = (getattr(attention, "layer_type", None), getattr(attention, "attention_type", None))  # OLMo 3: second
         kind = kinds[0] or kinds[1] or layer.attention_type  # of Step-3.5
         return self._decoder.rotary_emb(hidden, positions, kind)
-
-    def _append_draft(
-        self, head: Any, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, bool]:
-        """Return the ids with another draft token of `head` appended, and whether drafting may continue.
-
-        Args:
-            drawn_from: the logits [1, V] of the draft are appended to this list if the draft is sampled.
-        """
-        logits = self._logits(head, ids, hidden)
-        if self._logits_processor is not None:
-            logits = self._logits_processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
-        if self._is_greedy:
-            draft = logits.argmax(dim=-1)
-        else:
-            drawn_from.append(logits)
-            draft = draw(logits[0].softmax(dim=-1), self._generator)
-        ids = torch.cat((ids, draft[None]), dim=1)
-        if self._confidence == 0:
-            return ids, True  # does not synchronize with a GPU
-        return ids, bool(logits[0].float().softmax(dim=-1)[draft] >= self._confidence)
-
-    def _logits(self, head: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [1, V] of the token after `ids`, from the last state."""
-        output_layer = head.output_layer or self._output_layer
-        return output_layer(hidden[:, -1])

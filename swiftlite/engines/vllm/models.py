@@ -485,6 +485,8 @@ class Gemma4HeadMTPModel(Gemma3MTPModel):
         sizes = {"head_dim": full.head_dim, "num_key_value_heads": full.num_key_value_heads}
         config.layer_types = ["full_attention"] * config.num_hidden_layers
         config.per_layer_config = dict.fromkeys(range(config.num_hidden_layers), sizes)
+        # Heads have keys and values, and neither a further input nor a wider MLP.
+        config.num_kv_shared_layers = config.hidden_size_per_layer_input = 0
         return Gemma4Layer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
     def expert_mapping(self) -> ExpertMapping:

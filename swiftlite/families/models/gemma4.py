@@ -5,53 +5,43 @@ Values are normalized, and in full attention can be the projected keys. Attentio
 behind attention and MLP, and each layer multiplies its output by a number. In 26B-A4B, experts are computed next to the
 MLP. Embeddings are multiplied by the square root of their size. Logits have a cap. MTP heads have full attention.
 
-`gemma4` are the models with towers for images and sound. Per-layer embeddings and shared keys and values, which E2B and
-E4B have, are not supported.
+`gemma4` are the models with towers for images and sound, `gemma4_unified` is the 12B, which projects patches of images
+and frames of sound without a tower.
+
+In E2B and E4B, each layer has an input of its own, from a second embedding of the token and a projection of the first.
+The last layers read the keys and values of the last layer of the same kind before them, and in E2B have an MLP of twice
+the width. Published files also have the unused matrices of keys and values of these layers, which are copied. MTP heads
+have keys and values of their own, and no further input.
 """
 
+import re
 from dataclasses import replace
-from typing import Any
 
 from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.gemma4_layers import INTERVAL, key_layers, kinds_of_layers, of_full_layers
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 from swiftlite.families.models.qwen3_moe import mixture
+from swiftlite.families.serving import vllm
 from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
 from swiftlite.families.wrapped import nested
 
 _BASES: windows.Bases = {windows.WINDOW: (None, 10_000.0), windows.FULL: (None, 1_000_000.0)}
 _ACTIVATION = "gelu_pytorch_tanh"
-_INTERVAL = 6
 _NAMES = {"mlp.gate.": "router.proj.", "mlp.experts.": "experts."}
 # Keys whose defaults in transformers are not derived from other keys, or differ between programs.
 _STATED = ("head_dim", "num_key_value_heads")
 _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
-_OF_E_MODELS = {"hidden_size_per_layer_input": (0, None), "num_kv_shared_layers": (0, None)}
+_UNREAD = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.")
 
 
 def _full_layers(hf_config: HfConfig) -> list[str]:
     """Return the numbers of layers with full attention, as keys of `per_layer_config`."""
-    kinds = windows.layer_types(hf_config, _INTERVAL)
-    return [str(number) for number, kind in enumerate(kinds) if kind == windows.FULL]
-
-
-def _of_full_layers(hf_config: HfConfig) -> dict[str, Any]:
-    """Return settings of layers with full attention that differ from those at the top level.
-
-    transformers since 5.19 writes `per_layer_config` instead of the keys of published files.
-    """
-    stated = hf_config.get("per_layer_config")
-    if isinstance(stated, dict):
-        own = stated.get(_full_layers(hf_config)[0])
-        return own if isinstance(own, dict) else {}
-    found = {"head_dim": hf_config.get("global_head_dim")}
-    if hf_config.get("attention_k_eq_v"):
-        found["num_key_value_heads"] = hf_config.get("num_global_key_value_heads")
-    return {key: value for key, value in found.items() if value is not None}
+    return [str(number) for number, kind in enumerate(kinds_of_layers(hf_config)) if kind == windows.FULL]
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -59,15 +49,13 @@ def _check(hf_config: HfConfig) -> None:
     problems += windows.problems_of(
         hf_config,
         _BASES,
-        _INTERVAL,
+        INTERVAL,
         takes_proportional=True,
         hidden_activation=(_ACTIVATION,),
         hidden_act=(_ACTIVATION, None),
         attention_bias=(False, None),
         attn_logit_softcapping=(None,),
         use_bidirectional_attention=("vision", None),
-        use_double_wide_mlp=(False, None),
-        **_OF_E_MODELS,
     )
     if "hidden_size_per_layer_input" not in hf_config:
         problems.append("hidden_size_per_layer_input is missing, which transformers would take for 256")
@@ -75,15 +63,43 @@ def _check(hf_config: HfConfig) -> None:
     if not isinstance(stated, dict) or any(kind not in stated for kind in windows.KINDS):
         problems.append(f"rope_parameters has no settings for {' or for '.join(map(repr, windows.KINDS))}")
     if not problems:
-        problems += _layer_problems(hf_config) + _expert_problems(hf_config)
+        problems += _layer_problems(hf_config) + _expert_problems(hf_config) + _problems_of_e_models(hf_config)
     dense.refuse(hf_config, problems)
 
 
+def _problems_of_e_models(hf_config: HfConfig) -> list[str]:
+    kinds, vocab = kinds_of_layers(hf_config), hf_config.get("vocab_size_per_layer_input")
+    numbers = {key: hf_config.get(key) or 0 for key in ("hidden_size_per_layer_input", "num_kv_shared_layers")}
+    problems = [
+        f"{key} {number!r} is not an integer from 0"
+        for key, number in numbers.items()
+        if not isinstance(number, int) or number < 0
+    ]
+    if problems:
+        return problems
+    size, shared = numbers.values()
+    if size and vocab != hf_config["vocab_size"]:
+        problems.append(f"vocab_size_per_layer_input {vocab!r} is not vocab_size, {hf_config['vocab_size']}")
+    if shared >= len(kinds) or not set(kinds) <= set(kinds[: len(kinds) - shared]):
+        problems.append(f"num_kv_shared_layers {shared} leaves a kind of layer (layer_types) without keys and values")
+    if hf_config.get("use_double_wide_mlp") not in (True, False, None):
+        problems.append(f"use_double_wide_mlp {hf_config['use_double_wide_mlp']!r} is not true or false")
+    return problems
+
+
+def _check_unified(hf_config: HfConfig) -> None:
+    # transformers' class has none of these; vLLM would make them of these keys.
+    of_others = ("enable_moe_block", "num_experts", "hidden_size_per_layer_input")
+    has_more = [key for key in of_others if hf_config.get(key)]
+    dense.refuse(hf_config, [f"{key} {hf_config[key]!r} is not supported for the 12B" for key in has_more])
+    _check({"hidden_size_per_layer_input": 0, **hf_config})
+
+
 def _layer_problems(hf_config: HfConfig) -> list[str]:
-    last = windows.layer_types(hf_config, _INTERVAL)[-1]
+    last = kinds_of_layers(hf_config)[-1]
     if last != windows.FULL:
         return [f"layer_types: the last layer is {last!r}; transformers would make it {windows.FULL!r}"]
-    stated, of_full = hf_config.get("per_layer_config"), _of_full_layers(hf_config)
+    stated, of_full = hf_config.get("per_layer_config"), of_full_layers(hf_config)
     if stated is not None and stated != dict.fromkeys(_full_layers(hf_config), of_full):
         return [f"per_layer_config differs between the layers with {windows.FULL!r}, or has others"]
     known = {"head_dim", "num_key_value_heads"}
@@ -109,20 +125,25 @@ def _expert_problems(hf_config: HfConfig) -> list[str]:
 
 
 def _attention(hf_config: HfConfig, number: int) -> GroupedQueryAttention:
-    is_full = windows.layer_types(hf_config, _INTERVAL)[number] == windows.FULL
-    own = _of_full_layers(hf_config) if is_full else {}
+    is_full = kinds_of_layers(hf_config)[number] == windows.FULL
+    own = of_full_layers(hf_config) if is_full else {}
+    key_layer = key_layers(hf_config)[number]
     return replace(
-        windows.attention({**hf_config, **own}, number, _INTERVAL),
+        windows.attention({**hf_config, **own}, number, INTERVAL),
         scale=1.0,
         keys_are_values=is_full and bool(hf_config.get("attention_k_eq_v")),
         value_norm=True,
+        key_layer=None if key_layer == number else key_layer,
+        keeps_keys=key_layer == number and bool(hf_config.get("num_kv_shared_layers")),
         rope_start=hf_config["head_dim"] if is_full else 0,
         hf_groups="num_global_key_value_heads" if "num_key_value_heads" in own else "num_key_value_heads",
     )
 
 
-def _mlp(hf_config: HfConfig) -> Mlp | ExpertsAndMlp:
+def _mlp(hf_config: HfConfig, number: int) -> Mlp | ExpertsAndMlp:
     mlp = replace(dense.mlp(hf_config), activation=_ACTIVATION)
+    if hf_config.get("use_double_wide_mlp") and key_layers(hf_config)[number] != number:
+        mlp = replace(mlp, ffn=2 * mlp.ffn)
     if not hf_config.get("enable_moe_block"):
         return mlp
     # `NormedRouter` divides the scores by their sum.
@@ -132,13 +153,31 @@ def _mlp(hf_config: HfConfig) -> Mlp | ExpertsAndMlp:
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(
-        _attention(hf_config, number), _mlp(hf_config), hf_names=_NAMES, has_output_norms=True, has_scalar=True
+        _attention(hf_config, number),
+        _mlp(hf_config, number),
+        hf_names=_NAMES,
+        has_output_norms=True,
+        has_scalar=True,
+        own_input=hf_config.get("hidden_size_per_layer_input") or 0,
     )
+
+
+def _head_layer(hf_config: HfConfig) -> Layer:
+    """Return the layer of MTP heads: that of the last layer with full attention whose keys are its own."""
+    last_full = int(_full_layers(hf_config)[-1])
+    return replace(_layer(hf_config, key_layers(hf_config)[last_full]), own_input=0)
+
+
+def _is_unread(hf_config: HfConfig, hf_key: str) -> bool:
+    """Return whether a tensor is an unused one of a layer that reads the keys and values of another."""
+    found = _UNREAD.match(hf_key)
+    number = int(found.group(1)) if found else -1
+    return 0 <= number < len(kinds_of_layers(hf_config)) and key_layers(hf_config)[number] != number
 
 
 def _outside(hf_config: HfConfig) -> Outside:
     plain = dense.outside(hf_config)
-    of_full = {**hf_config, **_of_full_layers(hf_config)}
+    of_full = {**hf_config, **of_full_layers(hf_config)}
     return replace(
         plain,
         is_tied=hf_config.get("tie_word_embeddings", True),
@@ -146,6 +185,8 @@ def _outside(hf_config: HfConfig) -> Outside:
         multiplies_in_embedding=True,
         logits_cap=hf_config.get("final_logit_softcapping"),
         norms_round_last=True,
+        head_layer=_head_layer(hf_config),
+        own_inputs=hf_config.get("hidden_size_per_layer_input") or 0,
         ropes=(windows.rope(hf_config, windows.WINDOW, _BASES), windows.rope(of_full, windows.FULL, _BASES)),
         mcore_config={**plain.mcore_config, "activation_func": _ACTIVATION},
     )
@@ -158,6 +199,7 @@ GEMMA4_TEXT = Family(
     layer=_layer,
     outside=_outside,
     mtp=dense.QWEN3_NEXT_HEADS,
+    is_unread=_is_unread,
     # In vLLM, Gemma4MTPModel is the architecture of assistants.
     serving=Serving(vllm=Convention("Gemma4HeadMTPModel", classes=_TEXT_CLASSES)),
     tiny={
@@ -184,4 +226,15 @@ GEMMA4 = nested(
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
+)
+_UNIFIED = "Gemma4UnifiedForConditionalGeneration"
+GEMMA4_UNIFIED = nested(
+    GEMMA4_TEXT,
+    "gemma4_unified",
+    Serving(
+        vllm=vllm.plugin(PluginClasses(_UNIFIED, f"gemma4_unified:{_UNIFIED}", draft_base="Gemma4ImageMTPModel")),
+        transformers="swiftlite.engines.transformers.language_models:gemma4_unified",
+    ),
+    check=_check_unified,
+    tiny={key: value for key, value in GEMMA4_TEXT.tiny.items() if key != "hidden_size_per_layer_input"},
 )

@@ -13,7 +13,7 @@ class LimitedMLP(MLP):
     """The MLP of a layer with `Mlp.limit`."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
-        super().__init__(unfused(config), *args, ffn_hidden_size=config.ffn_hidden_size, **kwargs)
+        super().__init__(unfused(config), *args, **kwargs)
 
 
 class LimitedSharedExpertMLP(SharedExpertMLP):

@@ -40,10 +40,19 @@ class OutputNormsLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Run the layer; return its output [S, B, H] and the context, which is unused."""
         result: tuple[Any, Any] = super().forward(*args, **kwargs)
-        if self.layer_scalar is None:
-            return result
         hidden_SBH, context = result
-        return hidden_SBH * self.layer_scalar, context
+        hidden_SBH: Any = self.before_scalar(hidden_SBH, kwargs.get("attention_mask"))
+        if self.layer_scalar is not None:
+            hidden_SBH = hidden_SBH * self.layer_scalar
+        return hidden_SBH, context
+
+    def before_scalar(self, hidden_SBH: torch.Tensor, attention_mask: Any) -> torch.Tensor:
+        """Return the state [S, B, H] before it is multiplied by the number of the layer; subclasses add to it.
+
+        Args:
+            attention_mask: what the layer gets in place of a mask.
+        """
+        return hidden_SBH
 
     def _add_attention(self, training: bool, fused: bool) -> _Add:
         return lambda output, residual, dropout: residual + self.post_attention_layernorm(output[0])

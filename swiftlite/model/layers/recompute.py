@@ -4,7 +4,7 @@ This module implements the value "full" of `recompute_granularity` for decoder l
 Selective recomputation (core_attn, mlp, moe, mla_up_proj) is implemented in megatron-core's layers.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock as Mcor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.layers.deepstack import Deepstack
+from swiftlite.model.shared_states import SharedStates
 
 
 class _Checkpoint(CheckpointFunction):
@@ -123,27 +124,58 @@ class TransformerBlock(McoreTransformerBlock):
             get_context = get_fp8_context if self.config.fp8 else get_fp4_context
             return get_context(self.config, cast(int, layer.layer_number) - 1)
 
-        # Features of images have gradients, so they are arguments of the checkpoint (see `checkpoint`).
-        deepstack: Any = inputs.get("padding_mask")
-        features = deepstack.features_SBH if isinstance(deepstack, Deepstack) else ()
-
-        def run(layers: torch.nn.ModuleList) -> Callable[..., torch.Tensor]:
-            def forward(hidden_states: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
-                of_layers = dict(inputs)
-                if features:
-                    of_layers["padding_mask"] = replace(deepstack, features_SBH=features)
-                for layer in layers:
-                    with precision(layer):
-                        hidden_states, _ = layer(hidden_states=hidden_states, **of_layers)
-                return hidden_states
-
-            return forward
-
+        shared = inputs.get("attention_mask")
         step = num_layers if is_uniform else 1
         for start in range(0, len(self.layers), step):
-            forward = run(self.layers[start : start + step])
+            group = _Group(self.layers[start : start + step], inputs, precision)
+            made: Any
             if is_uniform or start < num_layers:
-                hidden_states = checkpoint(self.config, self.tp_group, forward, hidden_states, *features)
+                made = checkpoint(self.config, self.tp_group, group, hidden_states, *group.tensors)
             else:
-                hidden_states = forward(hidden_states, *features)
+                made = group(hidden_states, *group.tensors)
+            if isinstance(shared, SharedStates):
+                made, *keys = made
+                shared.add_keys(group.numbers, keys)
+            hidden_states = made
         return hidden_states
+
+
+class _Group:
+    """Consecutive layers as a function of the state and of other tensors with gradients, which a checkpoint stores.
+
+    These are features of images (`Deepstack`) or states that layers share (`SharedStates`). Keys and values that later
+    layers read are further results of the function.
+
+    Args:
+        layers: the layers.
+        inputs: inputs of all layers.
+        precision: returns the context in which a layer runs.
+    """
+
+    def __init__(self, layers: Any, inputs: dict[str, Any], precision: Callable[[Any], AbstractContextManager]):
+        self.layers, self.inputs, self.precision = layers, inputs, precision
+        self.numbers = [layer.layer_number - 1 for layer in layers]
+        shared, deepstack = inputs.get("attention_mask"), inputs.get("padding_mask")
+        self.shared = shared.for_layers(self.numbers) if isinstance(shared, SharedStates) else None
+        self.deepstack = deepstack if isinstance(deepstack, Deepstack) else None
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The further arguments of the function."""
+        if self.shared is not None:
+            return self.shared.tensors()
+        return () if self.deepstack is None else self.deepstack.features_SBH
+
+    def __call__(self, hidden_states: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        """Return the state, and if layers share states, a tuple of the state and the new keys and values."""
+        inputs, shared = dict(self.inputs), None
+        if self.deepstack is not None:
+            inputs["padding_mask"] = replace(self.deepstack, features_SBH=tensors)
+        if self.shared is not None:
+            inputs["attention_mask"] = shared = self.shared.with_tensors(tensors)
+        for layer in self.layers:
+            with self.precision(layer):
+                hidden_states, _ = layer(hidden_states=hidden_states, **inputs)
+        if self.shared is None or shared is None:
+            return hidden_states
+        return hidden_states, *shared.new_keys(self.shared)

@@ -128,8 +128,10 @@ def training_flops(
     """
     architecture = architecture_of(hf_config)
     hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
+    drafter = architecture.drafter_of(heads)
     passes = _passes_of(architecture, heads_only, trunk_is_read, lora, freeze_llm, indexer_mode)
-    trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
+    of_layers = sum(layer.macs_per_token() for layer in architecture.layers)
+    trunk = _PER_MAC * (of_layers + architecture.outside.own_input_macs)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
     adapters, head_adapters = 0, 0
     if lora is not None:
@@ -138,17 +140,23 @@ def training_flops(
         head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
     # n * (n + 1) / 2 pairs with two operations each are n ** 2 + n operations.
     pairs: dict[int | None, int] = {}  # by window
-    computed = [(passes.trunk, layer) for layer in architecture.layers] + [(3, block)] * num_drafts
+    layers_of_heads = [block] * num_drafts
+    if drafter is not None:
+        layers_of_heads = [*drafter.layers] * drafter.runs
+    computed = [(passes.trunk, layer) for layer in architecture.layers] + [(3, layer) for layer in layers_of_heads]
     for number, layer in computed:
         window = layer.attention.window
         pairs[window] = pairs.get(window, 0) + number * layer.attention.macs_per_pair()
-    index_token, index_pair = _of_indexers(architecture, num_drafts, indexer_mode, heads_only, trunk_is_read)
+    heads_with_indexers = num_drafts if drafter is None else 0
+    index_token, index_pair = _of_indexers(architecture, heads_with_indexers, indexer_mode, heads_only, trunk_is_read)
     square = sum(pairs.values()) + index_pair
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
-    drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
-    head_output_passes = passes.output
+    of_draft = _PER_MAC * (len(heads.draft_vocab) or architecture.outside.vocab)
+    draft_target = passes.output * of_draft * hidden
     if architecture.outside.heads_have_output_layers:
-        head_output_passes = passes.head
+        draft_target = passes.head * of_draft * hidden
+    if drafter is not None:
+        draft_target = of_draft * (passes.output * drafter.output + passes.head * drafter.own_output)
     trunk_target = passes.output * vocabulary
     if heads_only or indexer_mode == "indexer_only":
         trunk_target = passes.trunk * vocabulary
@@ -159,10 +167,12 @@ def training_flops(
     if tower is not None and not trunk_is_read:
         item, item_square = tower.macs(trained_parts)
     of_heads = (passes.head * mtp_layer + head_adapters) * num_drafts + _of_features(heads, hidden)
+    if drafter is not None:
+        of_heads = _PER_MAC * (passes.head * drafter.macs() + drafter.read_macs)
     return Flops(
         linear=passes.matrix * trunk + adapters + of_heads + index_token + square,
         square=square,
-        targets=(trunk_target, *[head_output_passes * drafted] * num_drafts),
+        targets=(trunk_target, *[draft_target] * num_drafts),
         item=_PER_MAC * item,
         item_square=_PER_MAC * item_square,
         windows=tuple((window, _PER_MAC * per_pair) for window, per_pair in pairs.items() if window is not None),

@@ -7,6 +7,7 @@ Each kind of layer defines its matrix products and activations (`families/layer.
 import dataclasses
 from dataclasses import dataclass
 
+from swiftlite.base.heads import MTP_FEATURES
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer, num_pairs
 from swiftlite.plan.cost.gpus import Gpu
@@ -59,6 +60,7 @@ class LayerSpeed:
         # Experts with adapters are computed one by one (`model/layers/experts.py`).
         self.has_grouped_experts = setup.is_fused and setup.lora is None
         self.is_trunk_frozen = setup.trunk_is_frozen
+        self.drafter = architecture.drafter_of(setup.heads)
 
     def trunk_layer(self, layer: Layer, low: LowPrecision | None) -> Seconds:
         """Return the time of a decoder layer, forward and backward. For a frozen trunk, there is no backward pass."""
@@ -69,21 +71,46 @@ class LayerSpeed:
         backward = self._backward(layer, products, learns=self.setup.lora is None)
         return forward + backward + Seconds(recompute=self._recomputed(layer, products, forward))
 
-    def mtp_layer(self) -> Seconds:
-        """Return the time of an MTP layer, forward and backward: a projection and a decoder layer."""
-        block, hidden, low = self.architecture.mtp_block, self.architecture.outside.hidden, self.setup.low_precision
+    def head_layers(self) -> list[Layer]:
+        """List the decoder layers of all drafts of an MTP layer, or of another drafter, as often as they are computed.
+        Queries of a block count as further tokens.
+        """
+        if self.drafter is None:
+            return [self.architecture.mtp_block] * self.setup.heads.unroll
+        return [*self.drafter.layers] * self.drafter.passes
+
+    def drafts(self) -> Seconds:
+        """Return the time of all drafts of an MTP layer, or of another drafter, forward and backward: projections and
+        decoder layers.
+        """
         learns = self.setup.lora is None or self.setup.lora.heads == "full"
-        projection = Product(self.rank.tokens, hidden // self.rank.tp, 2 * hidden, software=self.software)
-        if low:
-            projection = in_low_precision(projection, low, self.rank, is_split_by_columns=False)
-        products = self._products(block, low)
-        forward = self._forward(block, products)
-        backward = self._backward(block, products, learns)
-        projection_seconds = Seconds(
-            products=projection.forward(self.gpu) + projection.backward(self.gpu, learns),
-            elementwise=memory_seconds(self.gpu, sum(projection.quantizing())),
-        )
-        return forward + backward + projection_seconds + Seconds(recompute=self._recomputed(block, products, forward))
+        seconds, queries = self._projections(learns), 1 if self.drafter is None else self.drafter.queries
+        for layer in self.head_layers():
+            products = self._products(layer, self.setup.low_precision)
+            forward = self._forward(layer, products)
+            recompute = Seconds(recompute=self._recomputed(layer, products, forward))
+            seconds += (forward + self._backward(layer, products, learns) + recompute) * queries
+        return seconds
+
+    def _projections(self, learns: bool) -> Seconds:
+        """Return the time of the matrices of a drafter outside of its decoder layers."""
+        hidden, heads, low = self.architecture.outside.hidden, self.setup.heads, self.setup.low_precision
+        if self.drafter is None:
+            features = len(heads.features) if heads.kind == MTP_FEATURES else 0
+            sizes = [(hidden // self.rank.tp, (2 + features) * hidden)]
+            sizes += [(hidden // self.rank.tp, 2 * hidden)] * (heads.unroll - 1)
+        else:
+            sizes, low = self.drafter.projections(), None
+        seconds = Seconds()
+        for size_out, size_in in sizes:
+            projection = Product(self.rank.tokens, size_out, size_in, software=self.software)
+            if low:
+                projection = in_low_precision(projection, low, self.rank, is_split_by_columns=False)
+            seconds += Seconds(
+                products=projection.forward(self.gpu) + projection.backward(self.gpu, learns),
+                elementwise=memory_seconds(self.gpu, sum(projection.quantizing())),
+            )
+        return seconds
 
     def _forward(self, layer: Layer, products: list[Product]) -> Seconds:
         gather, exchange = self._tensor_collective(), self._expert_exchange(layer)

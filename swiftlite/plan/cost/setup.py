@@ -10,7 +10,7 @@ from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
-from swiftlite.families.index import FAMILIES, architecture_of, image_sizes
+from swiftlite.families.index import FAMILIES, architecture_of, image_sizes, with_drafter_sizes
 from swiftlite.families.rank import FLOAT32, Rank
 from swiftlite.families.tower import FROZEN, TrainedParts
 from swiftlite.methods.index import method_of
@@ -162,7 +162,8 @@ def planned_architecture(hf_config: HfConfig, setup: Setup) -> Architecture:
     """
     if setup.images is None:
         return architecture_of(hf_config)
-    return FAMILIES[hf_config["model_type"]].with_images(hf_config).architecture(hf_config)
+    family = FAMILIES[hf_config["model_type"]].with_images(hf_config)
+    return with_drafter_sizes(family.architecture(hf_config), family, hf_config)
 
 
 def is_possible(layout: ParallelLayout, architecture: Architecture, setup: Setup) -> bool:

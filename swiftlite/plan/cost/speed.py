@@ -98,7 +98,7 @@ class Step:
         last_layer = first_layer + holds.count("t")
         seconds = sum(self._trunk_layers[first_layer:last_layer], Seconds())
         if "m" in holds:
-            seconds += self.layers.mtp_layer() * (holds.count("m") * self.setup.heads.unroll)
+            seconds += self.layers.drafts() * holds.count("m")
         if "L" in holds:
             seconds += self._losses()
         launches = self._launches(holds, first_layer)
@@ -126,7 +126,7 @@ class Step:
         kernels = sum(map(self._kernels, layers))
         if self.is_trunk_frozen:  # only the forward pass
             kernels /= 3
-        kernels += self._kernels(self.architecture.mtp_block) * holds.count("m") * self.setup.heads.unroll
+        kernels += sum(map(self._kernels, self.layers.head_layers())) * holds.count("m")
         if self.setup.recompute.recompute_granularity == "full":
             kernels *= 4 / 3
         return _LAUNCH * kernels

@@ -50,7 +50,8 @@ class ModelOnRank:
         self.vocab = architecture.outside.local_vocab(self.rank)
         self.drafted = share(len(setup.heads.draft_vocab), self.rank.tp)
         self.num_mtp_layers = setup.heads.layers
-        # Of an MTP head; other drafters are estimated as heads without features.
+        self.drafter = architecture.drafter_of(setup.heads)
+        # Of an MTP head.
         self.num_features = len(setup.heads.features) if setup.heads.kind == MTP_FEATURES else 0
         self.is_trunk_frozen = setup.trunk_is_frozen
 
@@ -75,14 +76,25 @@ class ModelOnRank:
         """Count the parameters of the embedding."""
         return ParameterCount(self.vocab * self.hidden)
 
+    def own_inputs(self) -> ParameterCount:
+        """Count the parameters of the modules that compute the layers' own inputs (`Outside.own_inputs`)."""
+        size, layers = self.outside.own_inputs, len(self.layers)
+        return ParameterCount(layers * size * (self.vocab + self.hidden) + size)
+
+    def own_input_bytes(self, layers: int) -> int:
+        """Count the bytes of the inputs of this number of layers."""
+        return self.rank.hidden_state_bytes(layers * self.outside.own_inputs)
+
     def output_layer(self) -> ParameterCount:
         """Count the parameters of an untied output layer."""
         return ParameterCount(self.outside.local_outputs(self.rank) * self.hidden)
 
     def mtp_layer(self) -> ParameterCount:
         """Count the parameters of an MTP layer: norms, a projection, a decoder layer and, in some families, an output
-        layer.
+        layer; or of another drafter.
         """
+        if self.drafter is not None:
+            return self.drafter.parameters(self.rank)
         num_norms = 2 if self.architecture.outside.heads_share_final_norm else 3
         frame = (num_norms + self.num_features) * self.hidden + self.projection_weights()
         if self.outside.heads_have_output_layers:
@@ -111,6 +123,22 @@ class ModelOnRank:
         if layer.attention.indexer is not None and self.setup.indexer_mode != "frozen":
             num_bytes += layer.parameters(rank).frozen * rank.itemsize  # gradients from the forward pass
         return num_bytes
+
+    def head_activation_bytes(self) -> list[int]:
+        """Return the bytes of the activations of each MTP layer, or of another drafter, for all of its drafts."""
+        unroll = self.setup.heads.unroll
+        if self.drafter is not None:
+            of_layers = sum(layer.activation_bytes(self.low_rank) for layer in self.drafter.layers)
+            return [self.drafter.runs * of_layers + self.rank.hidden_state_bytes(self.drafter.stored)]
+        drafts = [total(self.draft_activations(draft)) for draft in range(self.num_mtp_layers * unroll)]
+        # All steps of an unrolled layer share one checkpoint.
+        return [sum(drafts[start : start + unroll]) for start in range(0, len(drafts), unroll)]
+
+    def low_precision_head_weights(self) -> int:
+        """Count the weights of an MTP layer, or of another drafter, whose products have low precision."""
+        if self.drafter is not None:
+            return sum(low_precision_weights(layer, self.rank) for layer in self.drafter.layers)
+        return self.projection_weights() + low_precision_weights(self.architecture.mtp_block, self.rank)
 
     def draft_activations(self, head: int) -> list[Activation]:
         """List the activations of one run of an MTP layer, in which it drafts token number `head` (from 0)."""
@@ -226,6 +254,8 @@ class VirtualStage:
         has_embedding = self.is_first or self.num_mtp_layers > 0  # MTP layers also embed tokens
         if has_embedding:
             count += model.embedding()
+        if self.is_first:
+            count += model.own_inputs()
         if self.is_last and not (model.outside.is_tied and has_embedding):
             count += model.output_layer()
         if self.has_final_norm:
@@ -269,8 +299,7 @@ class VirtualStage:
         for number in self.layer_numbers:
             if low.is_in_layer(number, len(model.layers)):
                 trunk_weights += low_precision_weights(model.layers[number], model.rank)
-        projection = model.projection_weights()
-        head_weights = projection + low_precision_weights(model.architecture.mtp_block, model.rank)
+        head_weights = model.low_precision_head_weights()
         per_weight = low.quantized.weights
         if model.is_trunk_frozen:
             per_weight /= 2
@@ -299,7 +328,7 @@ class VirtualStage:
                 "output_layer.weight": self.is_last and not (model.outside.is_tied and has_embedding),
                 "decoder.final_layernorm.weight": self.has_final_norm,
             }
-            if is_here.get(name, True):
+            if is_here.get(name, self.is_first or not name.startswith("own_inputs.")):
                 number += parameters
         return ParameterCount(number)
 
@@ -361,6 +390,11 @@ class VirtualStage:
             entries.append(Activation("token ids", 8 * rank.tokens))
         elif keeps_received and model.setup.recompute.recompute_granularity != "full":
             entries.append(Activation("states from the previous stage", rank.hidden_state_bytes(model.hidden)))
+        if self.is_first and model.outside.own_inputs:
+            size, layers = model.outside.own_inputs, len(model.layers)
+            norm = rank.norm_activation_bytes(rank.sequence_tokens * layers, size)
+            entries.append(Activation("inputs of layers", norm + model.own_input_bytes(layers)))
+            entries.append(Activation("token ids of inputs of layers", 8 * rank.tokens))
         if self.has_final_norm:
             entries.append(
                 Activation("final norm input", rank.norm_activation_bytes(rank.sequence_tokens, model.hidden))
@@ -376,9 +410,7 @@ class VirtualStage:
             layers = [model.layer_activation_bytes(number) for number in self.layer_numbers]
         trunk_bytes, again = _recompute(model.setup, layers, states)
         unroll = model.setup.heads.unroll
-        drafts = [total(model.draft_activations(draft)) for draft in range(self.num_mtp_layers * unroll)]
-        # All steps of an unrolled layer share one checkpoint.
-        mtp_layers = [sum(drafts[start : start + unroll]) for start in range(0, len(drafts), unroll)]
+        mtp_layers = model.head_activation_bytes()[: self.num_mtp_layers]
         mtp_bytes, mtp_again = _recompute(model.setup, mtp_layers, (1 + unroll) * states)
         again = max(again, mtp_again) + self._block_bytes()
         entries = [Activation("decoder layers", trunk_bytes), Activation("MTP layers", mtp_bytes)]

@@ -315,6 +315,9 @@ def trunk_in_files_is_only_read(args: SftArgs, facts: Facts) -> Iterator[Problem
         )
     if args.tuner_type == "lora":
         yield f"{flag} does not support --tuner_type lora", "remove one of the two"
+    if facts.architecture is not None and not facts.architecture.is_chain:
+        problem = f"{flag}: decoder layers of this model read states of earlier ones besides the output of the last"
+        yield problem, f"remove {flag}"
     for name in common.changed(args, ("fp8_format", "fp4_format")):
         yield f"{flag} does not support --{name}", f"remove --{name}"
     for name in common.changed(args, ("acceptance_samples",)):

@@ -25,7 +25,6 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.server.process import free_urls
 from swiftlite.families.resolved import HfModel
 from swiftlite.report.page import render
 from swiftlite.serve import deploy
@@ -57,10 +56,7 @@ def run(args: BenchArgs) -> None:
     stops = stop_token_ids(encoder.template, model.directory)
     sampling = Sampling(args.max_new_tokens, args.temperature, stop_token_ids=stops)
     numbers = [0, *sorted(set(args.num_speculative_tokens) - {0})]
-    commands, urls = {}, {}
-    for k, (url, port) in zip(numbers, free_urls(len(numbers)), strict=True):
-        urls[k] = url
-        commands[k] = deploy.server_command(replace(deploy_args(args, k), port=port, **_counting(args, k)), model)
+    commands = {k: deploy.server_command(replace(deploy_args(args, k), **_counting(args, k)), model) for k in numbers}
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
     for log in output_dir.glob("server_*.log"):  # of an earlier run
@@ -69,7 +65,7 @@ def run(args: BenchArgs) -> None:
     start = all_together if are_together else one_at_a_time
     names = ", ".join(describe(k) for k in numbers)
     logger.info("starting servers (%s), logs: %s", names, output_dir / "server_*.log")
-    with raises_at_sigterm(), start(commands, urls, output_dir) as get:
+    with raises_at_sigterm(), start(commands, output_dir) as get:
         groups = _groups(numbers, get, are_together=are_together)
         servers, content = _measure_all(args, groups, len(numbers) + 1, prompts, sampling)
         content |= _grouped(servers[:-1], chats, prompts)

@@ -49,11 +49,11 @@ def fit_together(model: HfModel, number: int) -> bool:
 
 
 @contextmanager
-def one_at_a_time(commands: Mapping[int, ServerCommand], urls: Mapping[int, str], logs: Path) -> Iterator[GetServer]:
+def one_at_a_time(commands: Mapping[int, ServerCommand], logs: Path) -> Iterator[GetServer]:
     """Yield a function that starts a server and stops the previous one. A server can be started a second time.
 
     Args:
-        commands, urls: command and address of the server, by number of draft tokens.
+        commands: command of the server, by number of draft tokens.
         logs: directory for the servers' output.
     """
     with ExitStack() as stack:
@@ -64,14 +64,14 @@ def one_at_a_time(commands: Mapping[int, ServerCommand], urls: Mapping[int, str]
             if log.exists():
                 log = logs / f"server_{number}_again.log"
             begin = time.perf_counter()
-            server = stack.enter_context(serve(commands[number], urls[number], log))
-            return _running(server, commands[number], begin)
+            server = stack.enter_context(serve(commands[number], log))
+            return _running(server, begin)
 
         yield get
 
 
 @contextmanager
-def all_together(commands: Mapping[int, ServerCommand], urls: Mapping[int, str], logs: Path) -> Iterator[GetServer]:
+def all_together(commands: Mapping[int, ServerCommand], logs: Path) -> Iterator[GetServer]:
     """Start all servers at once, because most of a start uses one core, and yield a function that returns one of them.
 
     A server that waits for requests uses no processor time. For the arguments, see `one_at_a_time`.
@@ -83,14 +83,14 @@ def all_together(commands: Mapping[int, ServerCommand], urls: Mapping[int, str],
         begin = time.perf_counter()
         servers = {}
         for number, command in commands.items():
-            servers[number] = stack.enter_context(launch(command, urls[number], logs / f"server_{number}.log"))
+            servers[number] = stack.enter_context(launch(command, logs / f"server_{number}.log"))
         running = {}
         for number, server in servers.items():
             server.wait_until_healthy()
-            running[number] = _running(server, commands[number], begin)
+            running[number] = _running(server, begin)
         yield running.__getitem__
 
 
-def _running(server: Server, command: ServerCommand, begin: float) -> RunningServer:
-    line = redact_text(command.redacted().shell_line())
+def _running(server: Server, begin: float) -> RunningServer:
+    line = redact_text(server.command.redacted().shell_line())
     return RunningServer(server, line, time.perf_counter() - begin)

@@ -26,7 +26,7 @@ from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
 from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.server.process import Server, free_url, serve
+from swiftlite.engines.server.process import Server, serve
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.digest import digest_of_model
 from swiftlite.hub.name import models_in
@@ -220,7 +220,6 @@ def _server(args: EvaluateArgs, answering: Answering, log: Path) -> Iterator[tup
     if args.server is not None:
         yield args.server.rstrip("/"), None
         return
-    url, port = free_url()
     options = DeployArgs(
         model=answering.given,
         torch_dtype=args.torch_dtype,
@@ -229,12 +228,11 @@ def _server(args: EvaluateArgs, answering: Answering, log: Path) -> Iterator[tup
         speculative="mtp" if answering.drafts else "none",
         num_speculative_tokens=args.num_speculative_tokens if answering.drafts else None,
         max_model_len=answering.max_length(args),
-        port=port,
     )
     command = deploy.server_command(options, answering.model)
     logger.info("starting the server of %s, log: %s", answering.words, log)
-    with serve(command, url, log) as server:
-        yield url, server
+    with serve(command, log) as server:
+        yield server.url, server
 
 
 def _run_task(

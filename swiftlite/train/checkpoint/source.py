@@ -69,7 +69,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
 
 def _write_carried(hf_model: HfModel, source: Path) -> None:
     with Checkpoint(hf_model.directory, format_of(hf_model.config)) as checkpoint:
-        keys = [key for key in checkpoint.entries if hf_model.family.is_carried(key)]
+        keys = [key for key in checkpoint.entries if hf_model.family.is_carried(hf_model.config, key)]
         if keys:
             tensors = {key: checkpoint.read(key, torch.bfloat16) for key in keys}
             atomic_write(source / CARRIED_FILE, save(tensors))

@@ -1,10 +1,14 @@
 """Test a server's process: waiting for it, stopping it with its children, and its log in errors."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 
 import psutil
 import pytest
@@ -26,15 +30,16 @@ if "child" in sys.argv:
     print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
 if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+if "shares" in sys.argv:
+    http.server.HTTPServer.allow_reuse_port = True
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
+COMMAND = [sys.executable, "-c", SCRIPT, "--port", "0"]
 
 
 def start(tmp_path, *words: str):
-    url, port = server.free_url()
-    return server.serve(
-        ServerCommand([sys.executable, "-c", SCRIPT, str(port), *words], {"NAME": "x"}), url, tmp_path / "log"
-    )
+    return server.serve(ServerCommand([*COMMAND, *words], {"NAME": "x"}), tmp_path / "log")
 
 
 def test_nothing_is_left_of_a_server(tmp_path, monkeypatch):
@@ -53,9 +58,8 @@ def test_nothing_is_left_of_a_server_when_its_starter_is_killed(tmp_path, words)
 import pathlib, sys, time
 from swiftlite.engines.server import process as server
 from swiftlite.engines.server_command import ServerCommand
-url, port = server.free_url()
-command = ServerCommand([sys.executable, "-c", {SCRIPT!r}, str(port), *{words!r}], {{"NAME": "x"}})
-with server.serve(command, url, pathlib.Path({str(tmp_path / "log")!r})) as running:
+command = ServerCommand([*{COMMAND!r}, *{words!r}], {{"NAME": "x"}})
+with server.serve(command, pathlib.Path({str(tmp_path / "log")!r})) as running:
     print(running.process.pid, flush=True)
     time.sleep(600)
 """
@@ -86,13 +90,60 @@ def test_a_server_that_does_not_stop_is_killed(tmp_path, monkeypatch):
 
 def test_a_server_that_does_not_start_is_quoted(tmp_path):
     script = "import sys; print(*range(40), sep='\\n'); sys.exit('no memory')"
-    url, _ = server.free_url()
-    with (
-        pytest.raises(UserError) as caught,
-        server.serve(ServerCommand([sys.executable, "-c", script]), url, tmp_path / "log"),
-    ):
+    command = ServerCommand([sys.executable, "-c", script, "--port", "0"])
+    with pytest.raises(UserError) as caught, server.serve(command, tmp_path / "log"):
         pass
     assert mentions(caught.value.problem.splitlines()[0], "1")
     assert "no memory" in caught.value.problem
     assert caught.value.problem.count("\n") == server.LINES_TO_SHOW
     assert str(tmp_path / "log") in caught.value.hint
+
+
+@contextlib.contextmanager
+def foreign(monkeypatch, attempts=1, is_listening=True, shares=False):
+    """Let another process take the port, for the first attempts, after it was found to be free; yield its port."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
+        taken.bind(("127.0.0.1", 0))
+        port, found = taken.getsockname()[1], server.free_port
+        if is_listening:
+            taken.listen()
+            threading.Thread(target=answer, args=(taken,), daemon=True).start()
+        ports = [port] * attempts
+        monkeypatch.setattr(server, "free_port", lambda: ports.pop() if ports else found())
+        yield port
+        taken.close()
+
+
+def answer(listening: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed
+        while True:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nforeign")
+
+
+@pytest.mark.parametrize("kind", ["listens", "is bound", "shares"])
+def test_a_server_whose_port_was_taken_gets_another_one(tmp_path, monkeypatch, kind):
+    """The other process responds at /health while the server starts; or it only holds the port; or both listen."""
+    shares = kind == "shares"
+    words = ["shares"] if shares else []
+    with (
+        foreign(monkeypatch, is_listening=kind != "is bound", shares=shares) as port,
+        start(tmp_path, *words) as running,
+        urllib.request.urlopen(running.url, timeout=30) as response,
+    ):
+        assert response.read() == b"x"
+        assert not running.url.endswith(f":{port}")
+        assert running.url.rsplit(":", 1)[1] in running.command.words
+
+
+def test_a_server_whose_ports_are_all_taken(tmp_path, monkeypatch):
+    with (
+        foreign(monkeypatch, server.ATTEMPTS),
+        pytest.raises(UserError) as caught,
+        start(tmp_path),
+    ):
+        pass
+    assert mentions(caught.value.problem, str(server.ATTEMPTS))

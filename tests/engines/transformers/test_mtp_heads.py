@@ -12,7 +12,8 @@ from transformers import Qwen3ForCausalLM
 from swiftlite.base.drafting import Drafting
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
-from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.draft_generator import DraftGenerator
+from swiftlite.engines.transformers.mtp_heads import MtpSteps, load_heads
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
 from tests.tiers import some_of
 from tests.tiny import ALIKE, CLASSES, make_tiny_hf, mtp_names
@@ -159,7 +160,7 @@ def test_the_drafter_works_in_the_loop_of_transformers(trained):
 
     class WithHeads(Qwen3ForCausalLM):
         def _get_candidate_generator(self, **kwargs):
-            drafter: Any = MtpCandidateGenerator(self.model, self.lm_head, heads, num_tokens=2, drafting=Drafting())
+            drafter: Any = DraftGenerator(MtpSteps(self.model, self.lm_head, heads, 2, Drafting()))
             drafter.update_candidate_strategy = lambda ids, scores, num_matches: accepted.append(int(num_matches))
             return drafter
 

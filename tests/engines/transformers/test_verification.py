@@ -15,7 +15,8 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers import engine as engine_module
 from swiftlite.engines.transformers import verification
-from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.draft_generator import DraftGenerator
+from swiftlite.engines.transformers.mtp_heads import MtpSteps, load_heads
 from swiftlite.engines.transformers.verification import processed, verify, warpers
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, filtered, joint_distribution
@@ -189,7 +190,7 @@ def test_the_loop_of_transformers_verifies_drawn_drafts(tmp_path):
 
     class WithHeads(Qwen3ForCausalLM):
         def _get_candidate_generator(self, logits_processor, **kwargs):
-            drafter: Any = MtpCandidateGenerator(self.model, self.lm_head, heads, 2, Drafting(), logits_processor)
+            drafter: Any = DraftGenerator(MtpSteps(self.model, self.lm_head, heads, 2, Drafting()), logits_processor)
             drafter.update_candidate_strategy = lambda ids, scores, num_matches: accepted.append(int(num_matches))
             return drafter
 

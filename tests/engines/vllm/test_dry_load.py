@@ -104,9 +104,11 @@ OF_BLOCKS: dict[str, dict[str, Any]] = {
 }
 """Families with blocks of 128 x 128, and their sizes: one of each kind of names."""
 WITHOUT_EXPERTS = ("qwen3", "llama", "qwen2", "mimo", "qwen3_5_text")
+GEMMA = {"gemma3": "gemma-3-27b-it", "gemma4": "gemma-4-26B-A4B-it", "gemma4_unified": "gemma-4-12B-it"}
+"""Published models, which get a head, of families whose towers vLLM builds from their config."""
 # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only, and requires a kernel for experts of
 # Qwen3-VL even if the list excludes them. The tower of a tiny Gemma 3 or 4 is not one.
-NOT_QUANTIZED = ("gemma3", "gemma4", "gpt_oss", "qwen3_vl_moe", *DSA, *WITHOUT_GATES, *ONLY_IN_TRANSFORMERS)
+NOT_QUANTIZED = (*GEMMA, "gpt_oss", "qwen3_vl_moe", *DSA, *WITHOUT_GATES, *ONLY_IN_TRANSFORMERS)
 QUANTIZED_CASES = [
     *product(
         [family for family in CLASSES if family not in NOT_QUANTIZED],
@@ -212,7 +214,7 @@ def reports(request, quantized, published, tmp_path_factory) -> dict[Any, Any]:
         asked[family, depth] = make(folder / f"{family}-{depth}", family, depth)
     for family in WITH_IMAGES:
         asked[family, 1] = make_tiny_vision_hf(folder / family, family, 1)
-    for family, model in {"gemma3": "gemma-3-27b-it", "gemma4": "gemma-4-26B-A4B-it"}.items():
+    for family, model in GEMMA.items():
         asked[family, 1] = library.build(folder / family, model, has_new_head=True)
     asked["flat"] = without_text_config(make_tiny_vision_hf(folder / "flat", "qwen2_5_vl", 1, tied=True))
     for family in ("qwen2_moe", "qwen3_moe"):
@@ -280,7 +282,7 @@ def test_heads_have_the_kind_of_the_last_layer(reports, family):
     assert reports[family, "dense head"].problems == []
 
 
-@pytest.mark.parametrize("family", [*WITH_IMAGES, "gemma3", "gemma4"])
+@pytest.mark.parametrize("family", [*WITH_IMAGES, *GEMMA])
 def test_heads_of_models_with_images_pass(reports, family):
     report = reports[family, 1]
     assert (report.problems, report.notes) == ([], [])

@@ -11,7 +11,6 @@ from swiftlite.args.commands import BenchArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
-from swiftlite.engines.server.process import free_url, free_urls
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.serve.bench.measure import (
     Measurement,
@@ -31,7 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def do_POST(self):
         {answer}
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 """
 DYING = SERVER.format(answer='print("out of memory", flush=True); os._exit(3)')
 LIVING = SERVER.format(answer="pass")
@@ -39,19 +38,16 @@ LIVING = SERVER.format(answer="pass")
 
 @pytest.mark.parametrize("start", [one_at_a_time, all_together])
 def test_a_server_that_dies_while_it_is_asked(tmp_path, start):
-    url, port = free_url()
-    command = ServerCommand([sys.executable, "-c", DYING, str(port)])
-    with start({0: command}, {0: url}, tmp_path) as get, pytest.raises(UserError, match="out of memory"):
+    command = ServerCommand([sys.executable, "-c", DYING, "--port", "0"])
+    with start({0: command}, tmp_path) as get, pytest.raises(UserError, match="out of memory"):
         measure(BenchArgs(concurrency=[1, 2]), [Target(0, get(0))], [[1], [2]], Sampling(4), None, print)
 
 
 def test_the_server_that_died_is_named(tmp_path):
     """The first of two servers ends; the error shows the end of its log."""
-    commands, urls = {}, {}
-    for k, (url, port) in enumerate(free_urls(2)):
-        urls[k] = url
-        commands[k] = ServerCommand([sys.executable, "-c", LIVING if k else DYING, str(port)])
-    with all_together(commands, urls, tmp_path) as get:
+    scripts = {0: DYING, 1: LIVING}
+    commands = {k: ServerCommand([sys.executable, "-c", script, "--port", "0"]) for k, script in scripts.items()}
+    with all_together(commands, tmp_path) as get:
         targets = [Target(0, get(0)), Target(1, get(1))]
         with pytest.raises(UserError, match="out of memory"):
             measure(BenchArgs(concurrency=[1]), targets, [[1]], Sampling(4), None, print)

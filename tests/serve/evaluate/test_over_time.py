@@ -16,7 +16,7 @@ from aiohttp import web
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.base.errors import UserError
-from swiftlite.engines.server.process import free_url
+from swiftlite.engines.server.process import free_port
 from swiftlite.serve.evaluate.command import run
 from swiftlite.serve.evaluate.over_time import FILE, Reading, intervals, read_server
 from tests.engines.small_server import serving
@@ -191,7 +191,7 @@ def test_servers_that_cannot_be_read(tmp_path, text, status, named):
     assert list(tmp_path.iterdir()) == []
 
 
-ADDRESSES = {"closed": free_url()[0], "host": "http://a..b:80", "path": "http://127.0.0.1:8000/é"}
+ADDRESSES = {"closed": f"http://127.0.0.1:{free_port()}", "host": "http://a..b:80", "path": "http://127.0.0.1:8000/é"}
 
 
 @pytest.mark.parametrize("url", ADDRESSES.values(), ids=ADDRESSES)

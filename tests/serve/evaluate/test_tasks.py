@@ -21,7 +21,7 @@ import pytest
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.server.metrics import Throughput
-from swiftlite.engines.server.process import free_url, serve
+from swiftlite.engines.server.process import serve
 from swiftlite.families.resolved import resolve
 from swiftlite.runtime import lm_eval
 from swiftlite.serve import deploy
@@ -76,11 +76,10 @@ def evaluate(directory: Path, *options: object) -> subprocess.CompletedProcess:
 @contextmanager
 def deployed(model: Path, engine: str, log: Path) -> Iterator[str]:
     """Yield the address of a server that `deploy` starts, which drafts."""
-    url, port = free_url()
-    options = {"infer_backend": engine, "torch_dtype": "float32", "max_model_len": 512, "port": port}
+    options = {"infer_backend": engine, "torch_dtype": "float32", "max_model_len": 512}
     args = DeployArgs(model=str(model), speculative="mtp", **options)
-    with serve(deploy.server_command(args, resolve(model)), url, log):
-        yield url
+    with serve(deploy.server_command(args, resolve(model)), log) as server:
+        yield server.url
 
 
 def own_run(model: Path, tasks: list[str], url: str, directory: Path) -> dict[str, Any]:
