@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from swiftlite.args.fields import WITH_HEADS
+from swiftlite.args.serving_fields import WITH_HEADS
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.llamacpp.client import request_of
 from swiftlite.engines.llamacpp.request import post
