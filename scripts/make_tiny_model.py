@@ -228,6 +228,9 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
         values |= FAMILIES[family].tiny
     if family == "olmo3":
         values["layer_types"] = [("sliding_attention", "full_attention")[n % 2] for n in range(args.num_layers)]
+    if family == "nemotron_h":
+        kinds = FAMILIES[family].tiny["layers_block_type"]
+        values["layers_block_type"] = [kinds[number % len(kinds)] for number in range(max(args.num_layers, len(kinds)))]
     if family == "mimo_v2_flash":
         values |= layers_of_mimo_v2_flash(values)
     if family == "step3p5":

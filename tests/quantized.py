@@ -301,7 +301,7 @@ sizes that are multiples of 8.
 """
 
 _LINEAR = re.compile(
-    r"((?:model|mtp)\..*\.\d+\.(?:(?:self_attn|linear_attn|mlp|experts)\.(?!indexer\.|g_proj\b).*proj\w*|"
+    r"((?:model|mtp|backbone)\..*\.\d+\.(?:(?:self_attn|linear_attn|mlp|mixer|experts)\.(?!indexer\.|g_proj\b).*proj\w*|"
     r"block_sparse_moe\..*w[123]))\.weight"
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")

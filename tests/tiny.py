@@ -40,6 +40,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
@@ -140,9 +141,11 @@ CANNOT_DRAFT = {
 """Families whose heads an engine cannot use for drafting."""
 ONLY_IN_TRANSFORMERS = ("exaone4_5", "kimi_k25", "mistral3", "step3p7")
 """Families whose heads only transformers uses for drafting."""
-ONLY_IN_VLLM = ("gemma3", *GEMMA4, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+ONLY_IN_VLLM = ("gemma3", *GEMMA4, "nemotron_h", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+WITHOUT_GATES = ("nemotron_h",)
+"""Families with experts without gates, which vLLM computes on GPUs only."""
 ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that slow tests omit, because their layers are those of Qwen3-Next and their names those of Qwen3.5."""
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
@@ -166,7 +169,7 @@ HEADS_WITH_COPIES = ("glm4_moe", *LATENT)
 NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3", *STEP)
 WITH_OWN_OUTPUT = STEP
 """Families whose heads have output layers of their own."""
-NEVER_TIED = ("mimo_v2_flash", "mixtral", *STEP)
+NEVER_TIED = ("mimo_v2_flash", "mixtral", "nemotron_h", *STEP)
 """Families whose output layer is never tied: engines do not support it. Tests of tied ones have untied ones instead."""
 WITH_SHARED_NORM = ("ernie4_5_moe",)
 """Families whose heads have no output norm of their own, but the trunk's final norm."""
@@ -189,6 +192,7 @@ HUB_NAMES: dict[str, dict[str, str]] = {
 }
 HUB_NAMES["mixtral"] = HUB_NAMES["minimax_m2"]
 HUB_NAMES["step3p7"] = HUB_NAMES["step3p5"]
+HUB_NAMES["nemotron_h"] = {"model.": "backbone."}
 CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
@@ -235,12 +239,18 @@ def make_tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     )
 
 
-def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[str, str], str]:
+def last_of_head(config: Any) -> int:
+    """Return the number of the last layer in a head of Nemotron-H; 1 for other families."""
+    return len(layers_of_head(config)) - 1 if hasattr(config, "layers_block_type") else 1
+
+
+def mtp_names(family: str, depth_index: int, num_layers: int = 2, last: int = 1) -> tuple[dict[str, str], str]:
     """Return the tensor names of one MTP head: embedding_norm, hidden_norm, projection and output_norm; and its block's
     prefix.
 
     Args:
         num_layers: number of the trunk's layers, after which GLM-4.5's heads are numbered.
+        last: `last_of_head`.
     """
     k = depth_index
     if family == "mimo":
@@ -256,6 +266,9 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         head = block = hub_name(family, f"model.layers.{num_layers + k}.")
         output_norm = {"hy_v3": "final_layernorm", **dict.fromkeys(STEP, "transformer.shared_head.norm")}
         parts = ("enorm", "hnorm", "eh_proj", output_norm.get(family, "shared_head.norm"))
+    elif family == "nemotron_h":
+        head = block = "mtp.layers." if k == 0 else f"mtp.heads.{k}.layers."
+        parts = ("0.enorm", "0.hnorm", "0.eh_proj", f"{last}.final_layernorm")
     else:
         head = "mtp." if k == 0 else f"mtp.heads.{k}."
         parts, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), f"mtp.layers.{k}."
@@ -265,7 +278,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
 
 def embedded(trunk: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return embeddings of ids as the first decoder layer of a transformers model reads them."""
-    return trunk.model.embed_tokens(ids) * getattr(trunk.config, "embedding_multiplier", 1.0)
+    return trunk.get_input_embeddings()(ids) * getattr(trunk.config, "embedding_multiplier", 1.0)
 
 
 def logits_of(trunk: Any, states: torch.Tensor) -> torch.Tensor:
@@ -280,13 +293,12 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
     hidden = model.config.hidden_size
     tensors = {}
     for k in range(depth):
-        names, block = mtp_names(family, k, model.config.num_hidden_layers)
+        names, block = mtp_names(family, k, model.config.num_hidden_layers, last_of_head(model.config))
         tensors[names["projection"]] = torch.randn(hidden, 2 * hidden) * std
         for role, name in names.items():
             if role != "projection":
                 tensors[name] = 1 + torch.randn(hidden) * std
-        layer = model.model.layers[head_layer(family, model.config)]
-        for suffix, tensor in head_in_files(family, without_own_input(layer.state_dict())).items():
+        for suffix, tensor in head_in_files(family, head_block(model, family)).items():
             offset = 1.0 if "norm" in suffix else 0.0
             tensors[block + head_name(family, suffix)] = offset + torch.randn(tensor.shape) * std
         if family in HEADS_WITH_COPIES:  # the hub's files repeat the trunk's tensors in each head
@@ -295,6 +307,34 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
         if family in WITH_OWN_OUTPUT:
             tensors[output_name(block)] = torch.randn(model.config.vocab_size, hidden) * std
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
+
+
+def head_block(model: Any, family: str) -> dict[str, torch.Tensor]:
+    """Return tensors with the names and shapes of the decoder layer in a head, as in transformers' memory."""
+    if family != "nemotron_h":
+        return without_own_input(model.model.layers[head_layer(family, model.config)].state_dict())
+    block = {}
+    for place, number in enumerate(layers_of_head(model.config)):
+        block |= {f"{place}.{name}": tensor for name, tensor in model.model.layers[number].state_dict().items()}
+    return block
+
+
+def final_norm(trunk: Any) -> Any:
+    """Return the final norm of a transformers model."""
+    return trunk.model.norm_f if hasattr(trunk.model, "norm_f") else trunk.model.norm
+
+
+class TwoLayers(torch.nn.ModuleDict):
+    """The block of a head of Nemotron-H: two of transformers' layers."""
+
+    def __init__(self, config: Any):
+        numbers = layers_of_head(config)
+        super().__init__({str(place): NemotronHBlock(config, number) for place, number in enumerate(numbers)})
+
+    def forward(self, hidden: torch.Tensor, **unused: Any) -> torch.Tensor:
+        for layer in self.values():
+            hidden = layer(hidden)
+        return hidden
 
 
 def output_name(block: str) -> str:
@@ -388,9 +428,9 @@ def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 gate, up = expert.chunk(2)
                 result[f"{prefix}{experts}{number}.gate_proj.weight"] = gate.clone()
                 result[f"{prefix}{experts}{number}.up_proj.weight"] = up.clone()
-        elif kind == "down_proj":
+        elif kind in ("down_proj", "up_proj"):
             for number, expert in enumerate(tensor.mT if _is_transposed(name, tensors) else tensor):
-                result[f"{prefix}{experts}{number}.down_proj.weight"] = expert.clone()
+                result[f"{prefix}{experts}{number}.{kind}.weight"] = expert.clone()
         else:
             result[name] = tensor
     return result
@@ -449,6 +489,8 @@ def make_tiny_model(
         values |= mimo_v2_flash(values)
     if family in STEP:
         values |= lists_of_step(values) | config
+    if family == "nemotron_h" and not config.keys() & {"layers_block_type"}:
+        values["layers_block_type"] = kinds_of_nemotron_h(values["num_hidden_layers"])
     if family in LATENT:  # no groups of queries; transformers takes head_dim for that of the rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     model = model_class(config_class(**values)).to(dtype).eval()
@@ -459,11 +501,23 @@ def make_tiny_model(
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(1))
         for name, parameter in model.named_parameters():
-            std = 0.5 if "embed_tokens" in name else 0.2  # large enough for logits to differ clearly between tokens
+            std = 0.5 if "embed" in name else 0.2  # large enough for logits to differ clearly between tokens
             if parameter.shape[-1] > 128 and parameter.dim() > 1:  # VLLM_LATENT_SIZES: attention would saturate
                 std *= 8 / parameter.shape[-1] ** 0.5
             parameter.copy_((1.0 if "norm" in name else 0.0) + torch.randn(parameter.shape) * std)
     return model
+
+
+def layers_of_head(config: Any) -> list[int]:
+    """Return the numbers of trunk layers of Nemotron-H whose kinds are those of the layers in a head."""
+    kinds = config.layers_block_type
+    return [kinds.index(kind) for kind in ("full_attention", "moe") if kind in kinds]
+
+
+def kinds_of_nemotron_h(num_layers: int) -> list[str]:
+    """Return the kinds of layers: every kind, in turn. There are at least four."""
+    kinds = ("linear_attention", "full_attention", "moe", "mlp")
+    return [kinds[number % 4] for number in range(max(num_layers, 4))]
 
 
 def lists_of_step(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -517,6 +571,10 @@ def write_hf(
         config = step_as_published(config, depth)
     if family in GEMMA4:
         config = gemma4_as_published(config)
+    if family == "nemotron_h":
+        config["num_hidden_layers"] = len(config["layers_block_type"])
+        if "moe" not in config["layers_block_type"]:
+            config["mtp_hybrid_override_pattern"] = "*"
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):
         config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -73,6 +73,9 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
         numbers = [int(match.group(1)) for match in matches if match]
         if numbers:
             hf_config[key] = max(numbers) + 1
+    layers = hf_config.get("layers_block_type")
+    if "num_hidden_layers" not in hf_config and isinstance(layers, list):  # of Nemotron 3 Ultra
+        hf_config["num_hidden_layers"] = len(layers)
     if "quantization_config" not in hf_config and (hf_dir / MODELOPT_FILE).is_file():
         hf_config["quantization_config"] = _modelopt_quantization(hf_dir / MODELOPT_FILE)
     quantization = hf_config.get("quantization_config")

@@ -11,6 +11,7 @@ from typing import Any
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge.join import COPY, Join, PadEnd
 from swiftlite.bridge.rows import Row, lift
+from swiftlite.families.absent import NoMlp
 from swiftlite.families.drafter import DrafterSizes
 from swiftlite.families.layer import Attention, Layer, Sublayer
 from swiftlite.families.rank import Rank
@@ -175,8 +176,10 @@ class Architecture:
         if block in self.layers:
             number = _last_index(self.layers, block)
             return number, number
-        attentions, mlps = [layer.attention for layer in self.layers], [layer.mlp for layer in self.layers]
-        return _last_index(attentions, block.attention), _last_index(mlps, block.mlp)
+        attention = _last_index([layer.attention for layer in self.layers], block.attention)
+        if isinstance(block.mlp, NoMlp):
+            return attention, attention
+        return attention, _last_index([layer.mlp for layer in self.layers], block.mlp)
 
     @cached_property
     def sublayers(self) -> list[Sublayer]:

@@ -33,6 +33,7 @@ from swiftlite.families.models.minimax_m2 import MINIMAX_M2
 from swiftlite.families.models.mistral import MISTRAL
 from swiftlite.families.models.mistral3 import MISTRAL3
 from swiftlite.families.models.mixtral import MIXTRAL
+from swiftlite.families.models.nemotron_h import NEMOTRON_H
 from swiftlite.families.models.olmo2 import OLMO2
 from swiftlite.families.models.olmo3 import OLMO3
 from swiftlite.families.models.phi3 import PHI3
@@ -78,6 +79,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": MISTRAL,
     "mistral3": MISTRAL3,
     "mixtral": MIXTRAL,
+    "nemotron_h": NEMOTRON_H,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "phi3": PHI3,

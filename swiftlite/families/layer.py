@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from swiftlite.bridge.rows import Row, renamed
+from swiftlite.families.absent import NoAttention
 from swiftlite.families.indexer import Indexer
 from swiftlite.families.rank import ParameterCount, Rank
 
@@ -145,7 +146,7 @@ def num_pairs(length: int, window: int | None) -> int:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: norm, attention, norm, MLP.
+    """A decoder layer: norm, attention, norm, MLP. One half can be absent (`absent.py`), with its norm.
 
     Attributes:
         hf_names: maps prefixes of Hugging Face names (within a layer) in the bridge rows of attention and MLP to the
@@ -172,9 +173,9 @@ class Layer:
         """Return the bridge rows, with names relative to the layer."""
         hidden = self.attention.hidden
         names = {}
-        if self.has_input_norms:
+        if self.norms_attention_input:
             names["input_layernorm"] = "input_layernorm"
-        if self._norms_mlp_input:
+        if self.norms_mlp_input:
             before_mlp = "pre_feedforward_layernorm" if self.has_output_norms else "post_attention_layernorm"
             names["pre_mlp_layernorm"] = before_mlp
         if self.has_output_norms:
@@ -222,12 +223,19 @@ class Layer:
         return own + self.attention.parameters(rank) + self.mlp.parameters(rank)
 
     @property
-    def _norms_mlp_input(self) -> bool:
+    def norms_attention_input(self) -> bool:
+        """Whether the layer normalizes the input of attention."""
+        return self.has_input_norms and not isinstance(self.attention, NoAttention)
+
+    @property
+    def norms_mlp_input(self) -> bool:
+        """Whether the layer normalizes the input of the MLP."""
         return self.has_input_norms and not self.mlp.norms_input
 
     @property
     def _num_norms(self) -> int:
-        return self.has_input_norms + self._norms_mlp_input + 2 * self.has_output_norms + (self.own_input > 0)
+        norms = self.norms_attention_input + self.norms_mlp_input + 2 * self.has_output_norms
+        return norms + (self.own_input > 0)
 
     @property
     def _own_input_weights(self) -> int:

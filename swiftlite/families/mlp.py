@@ -13,11 +13,13 @@ from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 """(up + 1) * gate * sigmoid(1.702 * gate), where gate is at most 7 and up is between -7 and 7, as in gpt-oss."""
+RELU2 = "relu2"
+"""The square of relu, by transformers' name. MLPs with it have no gate: down(activation(up(x)))."""
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP: down(activation(gate(x)) * up(x)).
+    """A gated MLP: down(activation(gate(x)) * up(x)); with RELU2, one without a gate.
 
     Attributes:
         hidden: size of the model's states.
@@ -63,17 +65,17 @@ class Mlp:
         return {"ffn_hidden_size": self.ffn}
 
     def rows(self) -> list[Row]:
-        gate_up, down = gated_rows("mlp.", self.hidden, self.ffn)
+        gate_up, down = mlp_rows("mlp.", self.hidden, self.ffn, has_gate=is_gated(self.activation))
         if self.hf_is_fused:
             fused = {"mlp.gate_up_proj.weight": (2 * self.ffn, self.hidden)}
             gate_up = replace(gate_up, hf=fused, join=InterleaveBlocks(None, ((self.ffn, self.ffn),)))
         return [gate_up, down]
 
     def parameters(self, rank: Rank) -> ParameterCount:
-        return ParameterCount(_matrices(self.hidden, self.ffn // rank.tp))
+        return ParameterCount(_matrices(self.hidden, self.ffn // rank.tp, self.activation))
 
     def macs_per_token(self) -> int:
-        return _matrices(self.hidden, self.ffn)
+        return _matrices(self.hidden, self.ffn, self.activation)
 
     def input_activation_bytes(self, rank: Rank) -> int:
         if "mlp" in rank.recomputed:
@@ -83,12 +85,12 @@ class Mlp:
     def activation_bytes(self, rank: Rank) -> int:
         if "mlp" in rank.recomputed:
             return 0
-        return _gated_activation_bytes(rank, self.ffn // rank.tp, self.limit)
+        return _saved_activation_bytes(rank, self.ffn // rank.tp, self.activation, self.limit)
 
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """A mixture of experts: a router selects gated MLPs for each token; shared experts process every token.
+    """A mixture of experts: a router selects MLPs for each token; shared experts process every token.
 
     Each expert has separate bridge rows, as in most files on the hub. If a file stacks all experts in one tensor, it is
     split while it is read (`bridge/encoding/expert_stack.py`).
@@ -98,6 +100,8 @@ class MixtureOfExperts:
         experts: number of routed experts.
         topk: number of experts selected per token.
         ffn: width of an expert.
+        latent: size of the states that routed experts read and write, between two projections that all of them share;
+            None: that of the model's states, without projections.
         shared_ffn: total width of the shared experts; 0 without shared experts.
         shared_gate: whether the output of shared experts is multiplied, per token, by the sigmoid of a gate.
         expert_bias: whether a bias without gradients balances the router's selection.
@@ -125,6 +129,7 @@ class MixtureOfExperts:
     experts: int
     topk: int
     ffn: int
+    latent: int | None = None
     shared_ffn: int = 0
     shared_gate: bool = False
     expert_bias: bool = False
@@ -168,6 +173,7 @@ class MixtureOfExperts:
         return config | dict(self.router)
 
     def rows(self) -> list[Row]:
+        has_gate = is_gated(self.activation)
         matrix = {"mlp.gate.weight": (self.experts, self.hidden)}
         rows = [Row("mlp.router.weight", matrix, is_exact=self.router_is_float32)]
         if self.expert_bias:
@@ -181,9 +187,13 @@ class MixtureOfExperts:
             if self.hf_is_transposed:
                 rows += self._transposed_rows(*names)
             else:
-                rows += gated_rows(names[0], self.hidden, self.ffn, mcore_prefix=names[1], hf_names=self.hf_matrices)
+                rows += mlp_rows(names[0], self._expert_hidden, self.ffn, names[1], self.hf_matrices, has_gate)
+        if self.latent:
+            for name, shape in {"fc1": (self.latent, self.hidden), "fc2": (self.hidden, self.latent)}.items():
+                projection = f"mlp.{name}_latent_proj.weight"
+                rows.append(Row(projection, {projection: shape}))
         if self.shared_ffn:
-            rows += gated_rows("mlp.shared_experts.", self.hidden, self.shared_ffn)
+            rows += mlp_rows("mlp.shared_experts.", self.hidden, self.shared_ffn, has_gate=has_gate)
         if self.shared_gate:
             rows.append(Row("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": (1, self.hidden)}))
         return rows
@@ -200,15 +210,16 @@ class MixtureOfExperts:
 
     def parameters(self, rank: Rank) -> ParameterCount:
         router = self.experts * (self.hidden + self.has_biases)
-        shared = _matrices(self.hidden, self.shared_ffn // rank.tp) + self.shared_gate * self.hidden
-        one_expert = _matrices(self.hidden, self.ffn // rank.etp)
+        shared = _matrices(self.hidden, self.shared_ffn // rank.tp, self.activation) + self.shared_gate * self.hidden
+        one_expert = _matrices(self._expert_hidden, self.ffn // rank.etp, self.activation)
         one_expert += self.has_biases * (2 * self.ffn // rank.etp + self.hidden)
-        return ParameterCount(router + shared, self.experts // rank.ep * one_expert)
+        return ParameterCount(router + shared + self._projections, self.experts // rank.ep * one_expert)
 
     def macs_per_token(self) -> int:
         router = self.experts * self.hidden
-        chosen = self.topk * _matrices(self.hidden, self.ffn)
-        return router + chosen + _matrices(self.hidden, self.shared_ffn) + self.shared_gate * self.hidden
+        chosen = self.topk * _matrices(self._expert_hidden, self.ffn, self.activation) + self._projections
+        shared = _matrices(self.hidden, self.shared_ffn, self.activation)
+        return router + chosen + shared + self.shared_gate * self.hidden
 
     def input_activation_bytes(self, rank: Rank) -> int:
         """Return the bytes of the inputs that autograd saves on a rank.
@@ -226,29 +237,48 @@ class MixtureOfExperts:
         """
         if "moe" in rank.recomputed:
             return 0
+        hidden = self._expert_hidden
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
         choices, ffn = rank.sequence_tokens * rank.etp * self.topk, self.ffn // rank.etp
         # The activations of an MLP, its input, and its output, which is multiplied by the routing weight.
         saves_gate = self.activation != CLAMPED_SWIGLU and self.limit is None and not rank.is_fused
-        widths = 3 + saves_gate
-        experts = choices * (rank.itemsize * (2 * self.hidden + widths * ffn) + FLOAT32)
+        widths = 3 + saves_gate if is_gated(self.activation) else 2
+        experts = choices * (rank.itemsize * (2 * hidden + widths * ffn) + FLOAT32)
         if rank.quantized and rank.is_fused:  # ungrouped experts use torch
-            narrow = choices * (self.hidden + ffn)
+            narrow = choices * (hidden + ffn)
             experts -= narrow * rank.itemsize - int(narrow * rank.quantized.copy)
             # Each pass quantizes their weights again and stores them (`model/layers/te.py`).
-            experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantized.weights)
+            experts += int(self.experts // rank.ep * _matrices(hidden, ffn, self.activation) * rank.quantized.weights)
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score before the product
-        return scores + experts + _gated_activation_bytes(rank, self.shared_ffn // rank.tp, self.shared_limit) + gate
+        shared = _saved_activation_bytes(rank, self.shared_ffn // rank.tp, self.activation, self.shared_limit)
+        latents = rank.hidden_state_bytes(self.latent or 0)  # the input of the second projection
+        return scores + experts + shared + gate + latents
+
+    @property
+    def _expert_hidden(self) -> int:
+        """Size of the states that routed experts read and write."""
+        return self.latent or self.hidden
+
+    @property
+    def _projections(self) -> int:
+        """Number of parameters of the projections to latent states and back."""
+        return 2 * self.hidden * (self.latent or 0)
 
 
-def gated_rows(
+def is_gated(activation: str) -> bool:
+    """Return whether an MLP with this activation has a gate."""
+    return activation != RELU2
+
+
+def mlp_rows(
     hf_prefix: str,
     hidden: int,
     ffn: int,
     mcore_prefix: str | None = None,
     hf_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    has_gate: bool = True,
 ) -> list[Row]:
-    """Return the bridge rows of a gated MLP, which can be the MLP of a layer, an expert, or the shared experts.
+    """Return the bridge rows of an MLP, which can be the MLP of a layer, an expert, or the shared experts.
 
     Args:
         mcore_prefix: prefix of the Megatron names; None if it equals `hf_prefix`.
@@ -256,20 +286,24 @@ def gated_rows(
     """
     prefix = hf_prefix if mcore_prefix is None else mcore_prefix
     gate, up, down = (f"{hf_prefix}{name}.weight" for name in hf_names)
-    return [
-        Row(f"{prefix}linear_fc1.weight", {gate: (ffn, hidden), up: (ffn, hidden)}, GATE_UP),
-        Row(f"{prefix}linear_fc2.weight", {down: (hidden, ffn)}),
-    ]
+    first = Row(f"{prefix}linear_fc1.weight", {up: (ffn, hidden)})
+    if has_gate:
+        first = replace(first, hf={gate: (ffn, hidden), **first.hf}, join=GATE_UP)
+    return [first, Row(f"{prefix}linear_fc2.weight", {down: (hidden, ffn)})]
 
 
-def _matrices(hidden: int, ffn: int) -> int:
-    """Count the parameters of gate, up and down."""
-    return 3 * hidden * ffn
+def _matrices(hidden: int, ffn: int, activation: str) -> int:
+    """Count the parameters of gate (if there is one), up and down."""
+    return (2 + is_gated(activation)) * hidden * ffn
 
 
-def _gated_activation_bytes(rank: Rank, ffn: int, limit: float | None = None) -> int:
-    """Return the bytes of three results: gate and up in one tensor, the activated gate (unless kernels are fused, or
-    there is a limit), and the product.
+def _saved_activation_bytes(rank: Rank, ffn: int, activation: str, limit: float | None = None) -> int:
+    """Return the bytes of the results between the matrices.
+
+    With a gate, there are three: gate and up in one tensor, the activated gate (unless kernels are fused, or there is a
+    limit), and the product. Without, there are relu(up) and its square.
     """
     num_tensors = 3 if limit is None and not rank.is_fused else 2
+    if not is_gated(activation):
+        num_tensors = 1
     return rank.tokens * num_tensors * ffn * rank.itemsize + rank.input_activation_bytes(rank.tokens, ffn)

@@ -23,6 +23,7 @@ from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP_FEATURES, Heads
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families import eagle3
+from swiftlite.families.absent import NoAttention
 from swiftlite.families.drafter import Drafter, sources_of_head
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def why_not(family: "Family", hf_config: HfConfig) -> str:
     """Return why a model cannot have this drafter; empty if it can."""
     if family.vision is not None or family.language_model:
         return "it is a vision-language model"
+    if any(isinstance(layer.attention, NoAttention) for layer in family.architecture(hf_config).layers):
+        return "its layers have attention or an MLP, not both"
     return ""
 
 

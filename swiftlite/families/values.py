@@ -70,12 +70,21 @@ _SIZES = {
     "linear_key_head_dim": (1, 10_000),
     "linear_value_head_dim": (1, 10_000),
     "linear_conv_kernel_dim": (2, 100),
+    "attention_head_dim": (1, 10_000),
+    "conv_kernel": (2, 100),
+    "mamba_head_dim": (1, 10_000),
+    "mamba_num_heads": (1, 5_000),
+    "moe_latent_size": (1, 200_000),
+    "moe_shared_expert_intermediate_size": (1, 1_000_000),
+    "n_groups": (1, 5_000),
+    "ssm_state_size": (1, 10_000),
     DEPTH_KEY: (0, 100),
     QWEN3_5_DEPTH_KEY: (0, 100),
     UNROLL_KEY: (0, 1_000),
 }
 _NUMBERS = {
     "rms_norm_eps": (0.0, 1.0),
+    "layer_norm_epsilon": (0.0, 1.0),
     "initializer_range": (0.0, 1e6),
     "rope_theta": (1e-6, 1e30),
     "swa_rope_theta": (1e-6, 1e30),
@@ -138,6 +147,8 @@ _LISTS = {
     "hybrid_layer_pattern": int,
     "mlp_layer_types": str,
     "indexer_types": str,
+    "layers_block_type": str,
+    "mtp_layers_block_type": str,
 }
 _OBJECTS = ("rope_parameters", "rope_scaling", "per_layer_config")
 

@@ -13,7 +13,7 @@ from swiftlite.args.fields import IndexerArgs, MoeArgs, ParallelLayout, Recomput
 from swiftlite.base.errors import OptionError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
-from swiftlite.families.mlp import CLAMPED_SWIGLU
+from swiftlite.families.mlp import CLAMPED_SWIGLU, RELU2
 from swiftlite.model.attention.mla import MLATransformerConfig
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.drafter import DrafterParts
@@ -39,9 +39,10 @@ from swiftlite.runtime.device import Device
 from swiftlite.runtime.mesh import Mesh
 
 # Names of transformers. megatron-core's fused function for F.gelu in a gated MLP has the tanh approximation; without
-# fusion the class of the spec is used (`model/layers/swiglu.py`). It has no fused function for CLAMPED_SWIGLU, and does
+# fusion the class of the spec is used (`model/layers/swiglu.py`). It has no fused function for _UNFUSED, and does
 # not call the function given here.
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, CLAMPED_SWIGLU: F.silu}
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, CLAMPED_SWIGLU: F.silu, RELU2: F.relu}
+_UNFUSED = (CLAMPED_SWIGLU, RELU2)
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ def build_config(
     indexer_fields: dict[str, Any] = {}
     if mcore_config.get("multi_latent_attention"):
         config_class, indexer_fields = MLATransformerConfig, _indexer_config(indexer or IndexerArgs())
-    is_fused = kernels.is_fused and mcore_config["activation_func"] != CLAMPED_SWIGLU
+    is_fused = kernels.is_fused and mcore_config["activation_func"] not in _UNFUSED
     architecture_fields = mcore_config | {"activation_func": _ACTIVATIONS[mcore_config["activation_func"]]}
     low_precision: dict[str, Any] = {}
     if kernels.low_precision:

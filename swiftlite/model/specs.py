@@ -13,7 +13,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -31,15 +31,18 @@ from torch import nn
 from swiftlite.base.drafting import Drafting
 from swiftlite.base.heads import MTP, MTP_FEATURES
 from swiftlite.families import dflash, eagle3, gemma4_assistant
+from swiftlite.families.absent import NoAttention, NoMlp
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
-from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts, Mlp
+from swiftlite.families.mamba import Mamba2 as Mamba2Sizes
+from swiftlite.families.mlp import CLAMPED_SWIGLU, RELU2, MixtureOfExperts, Mlp
 from swiftlite.families.vision import Qwen2_5Vision, Qwen3Vision
 from swiftlite.model.attention.block_attention import BlockAttention
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.joint_norm import JointRMSNorm
+from swiftlite.model.attention.mamba2 import Mamba2
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention, with_channels
 from swiftlite.model.attention.shared_keys import KeepingAttention, ReadingAttention
@@ -51,13 +54,14 @@ from swiftlite.model.gemma4_assistant import AssistantLayer
 from swiftlite.model.layers.deepstack import DeepstackLayer
 from swiftlite.model.layers.experts_and_mlp import ExpertsAndMLP, NormedRouter
 from swiftlite.model.layers.kernels import Modules, modules_of
+from swiftlite.model.layers.latent_experts import LatentMoELayer
 from swiftlite.model.layers.limited_mlp import LimitedMLP, LimitedSharedExpertMLP
 from swiftlite.model.layers.norm import DeferredRMSNorm, FusedRMSNorm, SharedNorm
 from swiftlite.model.layers.output_norms import OutputNormsLayer
 from swiftlite.model.layers.own_inputs import OwnInputLayer
 from swiftlite.model.layers.residual import ResidualLayer, ResidualRMSNorm
 from swiftlite.model.layers.router import BiasedSoftmaxRouter, Float32Router, MoELayer, TopKRouter
-from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU, limited_swiglu
+from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU, limited_swiglu
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.mtp_features import FeatureProjection, StateNorms
 from swiftlite.model.vision import VisionTransformer
@@ -147,14 +151,27 @@ def _gated_delta_net(sizes: GatedDeltaNetSizes, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
 
 
+def _mamba2(sizes: Mamba2Sizes, modules: Modules) -> ModuleSpec:
+    return ModuleSpec(module=Mamba2, params={"sizes": sizes})
+
+
+def _absent(half: NoAttention | NoMlp, modules: Modules) -> ModuleSpec:
+    return ModuleSpec(module=IdentityOp)
+
+
 # Names of transformers, except the last.
-_GATED_ACTIVATIONS: dict[str, Any] = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU, CLAMPED_SWIGLU: ClampedSwiGLU}
+_ACTIVATIONS: dict[str, Any] = {
+    "silu": SwiGLU,
+    "gelu_pytorch_tanh": GeGLU,
+    CLAMPED_SWIGLU: ClampedSwiGLU,
+    RELU2: SquaredReLU,
+}
 
 
-def _gated(modules: Modules, activation: str = "silu", limit: float | None = None) -> MLPSubmodules:
+def _matrices(modules: Modules, activation: str = "silu", limit: float | None = None) -> MLPSubmodules:
     # megatron-core builds the activation from this class and calls the object. With fused activations it is not used
     # (`build_config`).
-    activation_func = _GATED_ACTIVATIONS[activation]
+    activation_func = _ACTIVATIONS[activation]
     if limit is not None:
         activation_func = limited_swiglu(limit)
     return MLPSubmodules(linear_fc1=modules.column, activation_func=activation_func, linear_fc2=modules.row)
@@ -162,7 +179,7 @@ def _gated(modules: Modules, activation: str = "silu", limit: float | None = Non
 
 def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
     module = MLP if mlp.limit is None else LimitedMLP
-    submodules = _gated(modules, mlp.activation, mlp.limit)
+    submodules = _matrices(modules, mlp.activation, mlp.limit)
     submodules.linear_fc2 = with_inputs(modules.row, mlp.ffn)
     return ModuleSpec(module=module, params={"ffn_hidden_size": mlp.ffn}, submodules=submodules)
 
@@ -174,7 +191,7 @@ def with_inputs(linear: Any, own_inputs: int) -> type:
     megatron-core's MLP builds its second matrix with the width of the config, in which layers can differ.
     """
 
-    def build(self: Any, num_inputs: int, *args: Any, **options: Any) -> None:
+    def build(self: Any, input_size: int, *args: Any, **options: Any) -> None:
         linear.__init__(self, own_inputs, *args, **options)
 
     return type(linear.__name__, (linear,), {"__init__": build, "__module__": linear.__module__})
@@ -200,13 +217,21 @@ def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
     elif mixture.router_is_float32:
         router = Float32Router
     shared_experts = SharedExpertMLP if mixture.shared_limit is None else LimitedSharedExpertMLP
+    module, latent = (LatentMoELayer, {"latent": mixture.latent}) if mixture.latent else (MoELayer, {})
     return ModuleSpec(
-        module=MoELayer,
+        module=module,
+        params=latent,
         submodules=MoESubmodules(
             router=router,
-            experts=ModuleSpec(module=modules.experts, submodules=_gated(experts, mixture.activation, mixture.limit)),
+            experts=ModuleSpec(
+                module=modules.experts,
+                params=latent,
+                submodules=_matrices(experts, mixture.activation, mixture.limit),
+            ),
             # Built only if the config defines a size of shared experts.
-            shared_experts=ModuleSpec(module=shared_experts, submodules=_gated(modules, limit=mixture.shared_limit)),
+            shared_experts=ModuleSpec(
+                module=shared_experts, submodules=_matrices(modules, mixture.activation, mixture.shared_limit)
+            ),
         ),
     )
 
@@ -216,11 +241,14 @@ ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     GroupedQueryAttention: _grouped_query,
     LatentAttention: _latent,
     GatedDeltaNetSizes: _gated_delta_net,
+    Mamba2Sizes: _mamba2,
+    NoAttention: _absent,
 }
 MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     Mlp: _mlp,
     MixtureOfExperts: _mixture,
     ExpertsAndMlp: _experts_and_mlp,
+    NoMlp: _absent,
 }
 
 
@@ -258,19 +286,20 @@ def decoder_layer_spec(
     if layer.own_input:
         layer_class, params = OwnInputLayer, params | {"input_size": layer.own_input}
     norm = modules.norm if layer.has_input_norms else IdentityOp
-    if norm is FusedRMSNorm and not layer.has_output_norms and layer.residual_multiplier == 1:
+    is_whole = layer.norms_attention_input and layer.norms_mlp_input
+    if norm is FusedRMSNorm and is_whole and not layer.has_output_norms and layer.residual_multiplier == 1:
         norm = ResidualRMSNorm
     return ModuleSpec(
         module=layer_class,
         params=params,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=norm if layer.norms_attention_input else IdentityOp,
             self_attention=attention_spec(layer.attention, modules),
             # Functions as in megatron-core's specs, although the annotation requires a class.
-            self_attn_bda=add_residual,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=IdentityOp if layer.mlp.norms_input else norm,
+            self_attn_bda=IdentityFuncOp if isinstance(layer.attention, NoAttention) else add_residual,  # pyright: ignore[reportArgumentType]
+            pre_mlp_layernorm=norm if layer.norms_mlp_input else IdentityOp,
             mlp=MLP_SPECS[type(layer.mlp)](layer.mlp, modules),
-            mlp_bda=add_residual,  # pyright: ignore[reportArgumentType]
+            mlp_bda=IdentityFuncOp if isinstance(layer.mlp, NoMlp) else add_residual,  # pyright: ignore[reportArgumentType]
             sharded_state_dict_keys_map=names,
         ),
     )

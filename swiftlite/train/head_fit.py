@@ -49,6 +49,7 @@ from swiftlite.base.log import logger
 from swiftlite.data.batch import Batch
 from swiftlite.data.changed_samples import lengths_of
 from swiftlite.data.sample import Sample
+from swiftlite.families.absent import NoMlp
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
@@ -82,6 +83,8 @@ def samples_to_fit(samples: Sequence[Sample], num_inputs: int) -> list[Sample]:
 
 def why_no_mlp_fit(block: Layer) -> str:
     """Return why the MLP of heads with this decoder layer cannot be fitted; empty if it can."""
+    if isinstance(block.mlp, NoMlp):
+        return "heads have no MLP"
     if not isinstance(block.mlp, Mlp):
         return "it has experts"
     if block.has_output_norms:

@@ -24,6 +24,7 @@ from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.vllm import options
 from swiftlite.families import FAMILIES
 from tests import torchvision_here
 from tests.e2e.draft_logits import LOGIT_TOLERANCE, compare_draft_logits
@@ -34,7 +35,7 @@ from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
 from tests.messages import mentions
 from tests.tiers import some_of
-from tests.tiny import DSA, HYBRID, WRAPPED, make_tiny_hf
+from tests.tiny import DSA, HYBRID, WITHOUT_GATES, WRAPPED, make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -59,8 +60,8 @@ def others(drafting: Drafting) -> dict[str, Drafting]:
 
 # vLLM's classes of Qwen3.5 and of models with a vision tower require torchvision (tests/torchvision_here.py).
 HYBRID_IN_VLLM = ["qwen3_next"]
-# Indexers run on GPUs only.
-FLOAT32 = [name for name in FAMILIES if name not in (*DSA, *HYBRID, *WRAPPED)]
+# Indexers, and experts without gates, run on GPUs only.
+FLOAT32 = [name for name in FAMILIES if name not in (*DSA, *HYBRID, *WRAPPED, *WITHOUT_GATES)]
 WITH_FIRST_HEAD = [name for name in FLOAT32 if convention("vllm", name).heads == "first"]
 
 
@@ -98,6 +99,34 @@ def test_heads_have_the_window_of_all_layers(family, vllm, tmp_path):
     assert (served.token_ids, expected_counts(served.counts)) == (expected, expected_counts(counts))
     reference.trunk.config.layer_types = ["full_attention"]  # the heads of this reference have no window
     assert reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
+
+
+WITHOUT_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+}
+
+
+@pytest.mark.slow
+def test_nemotron_h_without_experts(vllm_host, vllm, tmp_path):
+    """vLLM on a CPU computes it without drafts. Heads with experts have the same class, frame and inputs as those of
+    attention only; their first drafts do not depend on how many drafts were accepted before.
+    """
+    directory = tmp_path / "model"
+    prompts = write_trained(directory, "nemotron_h", depth=1, **WITHOUT_EXPERTS)
+    reference = Reference.load(directory, "nemotron_h", depth=1)
+    assert vllm(directory, prompts, NEW_TOKENS, 0).token_ids == reference.simulate(prompts, NEW_TOKENS, 1)[0]
+    drafting = vllm_host.call(partial(first_drafts, directory, prompts))
+    assert drafting.draft == convention("vllm", "nemotron_h").draft
+    for prompt, found in zip(prompts, drafting.logits, strict=True):
+        logits = reference.draft_logits(prompt + reference.greedy(prompt, 1), 3)
+        torch.testing.assert_close(found[0], logits, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def first_drafts(directory: Path, prompts: list[list[int]]) -> Any:
+    options.why_no_drafts = lambda model: ""  # in a process of its own
+    return serve(directory, prompts, 2, 3, num_alone=len(prompts))
 
 
 @pytest.mark.slow

@@ -24,15 +24,19 @@ from swiftlite.families import FAMILIES
 from swiftlite.families.serving.convention import Convention
 from tests.tiny import (
     DSA,
+    GEMMA4,
     HEADS_WITH_COPIES,
     KIND_OF_HEADS,
     STACKED_TRUNK,
     WINDOWED_HEADS,
     WITH_OWN_OUTPUT,
+    TwoLayers,
     embedded,
+    final_norm,
     head_in_files,
     head_layer,
     head_name,
+    last_of_head,
     logits_of,
     make_tiny_model,
     memory_name,
@@ -92,18 +96,20 @@ class Reference(nn.Module):
         trunk.set_experts_implementation("eager")
         number = head_layer(family, trunk.config) % trunk.config.num_hidden_layers
         layer_class: Any = type(trunk.model.layers[number])
-        norm_class: Any = type(trunk.model.norm)
+        norm_class: Any = type(final_norm(trunk))
         config = deepcopy(trunk.config)
         config.hidden_size_per_layer_input = 0  # of Gemma 4, whose heads have no such input
+        eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         self.trunk: Any
         self.heads = nn.ModuleList()
         for k in range(depth):
-            names, block = mtp_names(family, k, config.num_hidden_layers)
-            norms = {role: norm_class(config.hidden_size, config.rms_norm_eps) for role in names if "norm" in role}
+            names, block = mtp_names(family, k, config.num_hidden_layers, last_of_head(config))
+            norms = {role: norm_class(config.hidden_size, eps) for role in names if "norm" in role}
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            head["block"] = layer_class(config, layer_idx=number)
-            head["block"].self_attn.store_full_length_kv = False  # of Gemma 4, for layers that share keys
+            head["block"] = TwoLayers(config) if family == "nemotron_h" else layer_class(config, layer_idx=number)
+            if family in GEMMA4:
+                head["block"].self_attn.store_full_length_kv = False  # for layers that share keys
             if family in WITH_OWN_OUTPUT:
                 head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
                 head["output"].weight.data.copy_(mtp_tensors[output_name(block)])
@@ -113,7 +119,7 @@ class Reference(nn.Module):
             state = stack_experts({memory_name(family, name): tensor for name, tensor in inner.items()})
             head["block"].load_state_dict({name: state[name] for name in head["block"].state_dict()})
             if "output_norm" not in names:
-                head["output_norm"] = trunk.model.norm
+                head["output_norm"] = final_norm(trunk)
             self.heads.append(head)
         assert trunk.dtype is torch.float32
 
@@ -137,7 +143,8 @@ class Reference(nn.Module):
         tensors = {}
         for k in range(self.depth):
             head: Any = self.heads[k]
-            names, block = mtp_names(self.family, k, self.trunk.config.num_hidden_layers)
+            config = self.trunk.config
+            names, block = mtp_names(self.family, k, config.num_hidden_layers, last_of_head(config))
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
             for suffix, tensor in head_in_files(self.family, head["block"].state_dict()).items():
                 tensors[block + head_name(self.family, suffix)] = tensor
@@ -151,7 +158,7 @@ class Reference(nn.Module):
     def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the states that the heads read, and the states after the final norm, each [B, S, H]."""
         before = []
-        handle = self.trunk.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        handle = final_norm(self.trunk).register_forward_pre_hook(lambda _, args: before.append(args[0]))
         after = self.trunk.model(ids_BS, use_cache=False).last_hidden_state
         handle.remove()
         return (before[0] if self.takes_state_before_norm else after), after
@@ -167,7 +174,9 @@ class Reference(nn.Module):
             parts.reverse()
         positions = torch.arange(ids_BS.shape[1])[None]
         kinds = [KIND_OF_HEADS[self.family]] if self.family in KIND_OF_HEADS else []
-        rotary = self.trunk.model.rotary_emb(hidden_BSH, positions, *kinds)
+        rotary = None
+        if self.family != "nemotron_h":
+            rotary = self.trunk.model.rotary_emb(hidden_BSH, positions, *kinds)
         fused = head["projection"](torch.cat(parts, dim=-1))
         before = head["block"](fused, position_embeddings=rotary, attention_mask=self._mask(ids_BS.shape[1]))
         if self.family == "glm_moe_dsa":
@@ -397,6 +406,11 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if any(name.endswith("moe.gate_proj.weight") for name in tensors):
         return _stacks_of_gate_and_up(tensors)
     stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in f".{name}"}
+    for prefix in {name.partition("experts.")[0] for name in tensors if "mixer.experts." in name}:
+        for kind in ("up_proj", "down_proj"):
+            count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 2
+            parts = [tensors[f"{prefix}experts.{expert}.{kind}.weight"] for expert in range(count)]
+            stacked[f"{prefix}experts.{kind}"] = torch.stack(parts)
     gates = (name for name in tensors if ".experts." in f".{name}" and ".gate_proj." in name)
     for prefix in {name.partition("experts.")[0] for name in gates}:
         count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
@@ -457,7 +471,7 @@ def write_trained(
     trunk: Any = make_tiny_model(family, tied=tied, **config)
     # Far from flat, and every other one negative, so that the state before a norm is another one than behind it.
     sign_H = torch.tensor([1.0, -1.0]).repeat(trunk.config.hidden_size // 2)
-    trunk.model.norm.weight.data.uniform_(0.3, 3.0).mul_(sign_H)
+    final_norm(trunk).weight.data.uniform_(0.3, 3.0).mul_(sign_H)
     model = draft_as(Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth))
     for head in model.heads:
         output_norm: Any = head["output_norm"]  # pyright: ignore[reportIndexIssue]
@@ -495,7 +509,7 @@ def learn_by_heart(model: Reference, rows_BS: torch.Tensor, unroll: int) -> None
     # Attention stays as it was drawn: wide latent attention would take ten times as many steps to settle.
     learning = []
     for name, parameter in model.named_parameters():
-        if "self_attn" not in name and name != "trunk.model.norm.weight":
+        if "self_attn" not in name and parameter is not final_norm(model.trunk).weight:
             learning.append(parameter)
     optimizer = torch.optim.AdamW(learning, lr=2.4e-2, betas=(0.9, 0.98))
     slower = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 25))

@@ -130,6 +130,28 @@ OWN_NEUTRAL = {
         "use_routing_bias",
     },
     "mixtral": {"router_jitter_noise"},
+    "nemotron_h": {
+        "attention_bias",
+        "chunk_size",  # speed and rounding
+        "expand",  # the width is mamba_num_heads * mamba_head_dim
+        "hidden_dropout",
+        "mamba_hidden_act",
+        "mamba_proj_bias",
+        "mamba_ssm_cache_dtype",  # the state is float32
+        "mlp_bias",
+        "mlp_hidden_act",
+        "moe_shared_expert_overlap",
+        "n_shared_experts",
+        "num_logits_to_keep",
+        "rescale_prenorm_residual",  # initialization, like the time_step_* that are not limits
+        "residual_in_fp32",
+        "time_step_floor",
+        "time_step_max",
+        "time_step_min",  # see `model/attention/mamba2.py`
+        "use_bias",
+        "use_conv_bias",
+        "use_mamba_kernels",
+    },
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "smollm3": {"attention_bias", "mlp_bias"},
     "step3p5": {
@@ -193,6 +215,7 @@ OF_LINEAR = {
     "linear_num_value_heads",
     "linear_value_head_dim",
 }
+OF_MAMBA = {"conv_kernel", "mamba_head_dim", "mamba_num_heads", "n_groups", "ssm_state_size"}
 OWN_READ = {
     "ernie4_5_moe": {
         "moe_intermediate_size",
@@ -259,6 +282,16 @@ OWN_READ = {
     "minimax_m2": {"num_experts_per_tok", "num_local_experts", "rotary_dim"},
     "mistral": {"sliding_window"},
     "mixtral": {"num_experts_per_tok", "num_local_experts"},
+    "nemotron_h": OF_MAMBA
+    | OF_MIXTURE - {"first_k_dense_replace", "n_shared_experts"}
+    | {
+        "layer_norm_epsilon",
+        "layers_block_type",
+        "moe_latent_size",
+        "moe_shared_expert_intermediate_size",
+        "mtp_layers_block_type",
+        "time_step_limit",
+    },
     "olmo3": {"sliding_window"},
     "seed_oss": {"attention_bias"},
     "gpt_oss": {"num_experts_per_tok", "num_local_experts", "sliding_window"},
@@ -361,6 +394,7 @@ OWN_CONFIG["gemma4"] = {key: value for key, value in OWN_CONFIG["gemma4_text"].i
 OWN_CONFIG["smollm3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["step3p5"] = {"layernorm_zero_centered_gamma": True, "num_attention_heads": 8, "qk_layernorm": True}
 OWN_CONFIG["step3p7"] = OWN_CONFIG["step3p5"]
+OWN_CONFIG["nemotron_h"] = {"activation_func": "relu2", "gated_linear_unit": False, "num_layers": 4}
 OWN_CONFIG["olmo3"] = {"hetereogenous_dist_checkpoint": True}
 OWN_CONFIG["mimo_v2_flash"] = {"kv_channels": 12, "num_query_groups": 4, "softmax_scale": 16**-0.5}
 OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
@@ -748,6 +782,35 @@ REFUSED = [
         )
     ],
     ("minimax_m2", "num_experts_per_tok", 1),
+    *[("nemotron_h", key, None) for key in sorted(OF_MAMBA)],
+    ("nemotron_h", "layer_norm_epsilon", None),
+    ("nemotron_h", "moe_shared_expert_intermediate_size", None),
+    ("nemotron_h", "moe_latent_size", 0),
+    ("nemotron_h", "layers_block_type", None),
+    ("nemotron_h", "layers_block_type", "ME*-"),
+    ("nemotron_h", "layers_block_type", [["mamba"], "attention", "moe"]),
+    ("nemotron_h", "layers_block_type", ["mamba", "moe"]),
+    ("nemotron_h", "layers_block_type", ["attention", "sliding_attention", "moe"]),
+    ("nemotron_h", "hybrid_override_pattern", "M*-E"),
+    ("nemotron_h", "hybrid_override_pattern", ["M", "*", "E", "-"]),
+    ("nemotron_h", "mtp_hybrid_override_pattern", 1),
+    ("nemotron_h", "mtp_layers_block_type", "*E"),
+    ("nemotron_h", "num_hidden_layers", 5),
+    ("nemotron_h", "n_groups", 3),
+    ("nemotron_h", "time_step_limit", [0.001, 1e308]),
+    ("nemotron_h", "time_step_limit", [0.0, 0.1]),
+    ("nemotron_h", "time_step_limit", 0.1),
+    ("nemotron_h", "mlp_hidden_act", "silu"),
+    ("nemotron_h", "mamba_hidden_act", "relu2"),
+    ("nemotron_h", "use_conv_bias", False),
+    ("nemotron_h", "mamba_proj_bias", True),
+    ("nemotron_h", "mamba_n_groups", 2),
+    ("nemotron_h", "mlp_bias", True),
+    ("nemotron_h", "use_bias", True),
+    ("nemotron_h", "residual_in_fp32", True),
+    ("nemotron_h", "n_shared_experts", 2),
+    ("nemotron_h", "sliding_window", 16),
+    ("nemotron_h", "tie_word_embeddings", True),
     ("mixtral", "num_experts_per_tok", 1),
     ("mixtral", "num_local_experts", None),
     ("mixtral", "sliding_window", 16),

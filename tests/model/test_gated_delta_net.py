@@ -1,4 +1,5 @@
-"""Test the layer of the gated delta rule: separate rows, decoding token by token, and float32 parameters.
+"""Test the layers of the gated delta rule and of Mamba-2: separate rows, decoding token by token, and float32
+parameters.
 
 test_logits.py compares its outputs with transformers.
 """
@@ -9,13 +10,18 @@ import torch.nn.functional as F
 from megatron.core.transformer.spec_utils import build_module
 
 from swiftlite.families.linear_attention import GatedDeltaNet as Sizes
+from swiftlite.families.mamba import Mamba2
 from swiftlite.model.attention.cache import Cache, Span
-from swiftlite.model.attention.gated_delta_net import GatedDeltaNet, causal_conv1d
+from swiftlite.model.attention.recurrent import RecurrentAttention, causal_conv1d
 from swiftlite.model.build import build_config
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.specs import attention_spec
 
-SIZES = Sizes(hidden=32, key_heads=2, value_heads=4, key_head_dim=8, value_head_dim=12, kernel=4)
+KINDS = {
+    "delta rule": Sizes(hidden=32, key_heads=2, value_heads=4, key_head_dim=8, value_head_dim=12, kernel=4),
+    "Mamba-2": Mamba2(hidden=32, heads=4, head_dim=12, groups=2, state=8, kernel=4),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
 CONFIG = {
     "num_layers": 1,
     "hidden_size": 32,
@@ -27,9 +33,9 @@ CONFIG = {
 }
 
 
-def make_layer(mesh, dtype=torch.float32) -> GatedDeltaNet:
+def make_layer(mesh, kind, dtype=torch.float32) -> RecurrentAttention:
     config = build_config(CONFIG, device=mesh.device, dtype=dtype, mtp_num_layers=0)
-    layer = build_module(attention_spec(SIZES), config=config, layer_number=1, pg_collection=mesh.groups)
+    layer = build_module(attention_spec(KINDS[kind]), config=config, layer_number=1, pg_collection=mesh.groups)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -47,8 +53,9 @@ def hidden() -> torch.Tensor:
     return torch.randn(90, 1, 32)
 
 
-def test_packed_sequences_are_what_they_are_alone(mesh, hidden):
-    layer = make_layer(mesh)
+@every_kind
+def test_packed_sequences_are_what_they_are_alone(mesh, hidden, kind):
+    layer = make_layer(mesh, kind)
     lengths = (70, 3, 17)
     packed, _ = layer(hidden, packed_seq_params=describe_packed(cu_seqlens(*lengths)))
     alone = [layer(sequence)[0] for sequence in hidden.split(lengths)]
@@ -56,9 +63,10 @@ def test_packed_sequences_are_what_they_are_alone(mesh, hidden):
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
+@every_kind
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_other_tokens_in_a_sequence_change_no_bit_of_another(mesh, hidden, changed):
-    layer = make_layer(mesh)
+def test_other_tokens_in_a_sequence_change_no_bit_of_another(mesh, hidden, changed, kind):
+    layer = make_layer(mesh, kind)
     packed = describe_packed(cu_seqlens(70, 3, 17))
     parts = list(hidden.split((70, 3, 17)))
     before, _ = layer(hidden, packed_seq_params=packed)
@@ -68,17 +76,19 @@ def test_other_tokens_in_a_sequence_change_no_bit_of_another(mesh, hidden, chang
     assert same == [number != changed for number in range(3)]
 
 
-def test_rows_side_by_side_are_what_they_are_alone(mesh, hidden):
-    layer = make_layer(mesh)
+@every_kind
+def test_rows_side_by_side_are_what_they_are_alone(mesh, hidden, kind):
+    layer = make_layer(mesh, kind)
     rows = hidden.reshape(30, 3, 32)
     together, _ = layer(rows)
     alone = [layer(rows[:, number : number + 1])[0] for number in range(3)]
     torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
 
 
-def test_tokens_one_by_one_are_the_whole_row(mesh, hidden):
+@every_kind
+def test_tokens_one_by_one_are_the_whole_row(mesh, hidden, kind):
     """Two rows get different numbers of tokens in several passes. A pass can start, continue or skip a row."""
-    layer = make_layer(mesh)
+    layer = make_layer(mesh, kind)
     rows = hidden[:9], hidden[20:34]
     passes = [
         (Span(0, 0, 5), Span(1, 0, 2)),
@@ -102,10 +112,12 @@ def test_tokens_one_by_one_are_the_whole_row(mesh, hidden):
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_published_in_float32_stays_so(mesh):
+@every_kind
+def test_what_is_published_in_float32_stays_so(mesh, kind):
     """Float16Module casts a model with `bfloat16()`."""
-    layer = make_layer(mesh, torch.bfloat16)
-    exact = {name: layer.get_parameter(name).detach().clone() for name in ("A_log", "dt_bias", "norm.weight")}
+    layer = make_layer(mesh, kind, torch.bfloat16)
+    exact = {name: layer.get_parameter(name).detach().clone() for name in layer.exact}
+    assert exact.keys() >= {"A_log", "dt_bias"}
     layer.bfloat16()
     for name, numbers in exact.items():
         assert torch.equal(layer.get_parameter(name), numbers)

@@ -31,7 +31,9 @@ from tests.tiny import (
     WINDOWED,
     WINDOWED_HEADS,
     WITH_OWN_OUTPUT,
+    TwoLayers,
     embedded,
+    final_norm,
     head_layer,
     logits_of,
     make_tiny_hf,
@@ -70,6 +72,7 @@ MOE = (
     "mimo_v2_flash",
     "minimax_m2",
     "mixtral",
+    "nemotron_h",
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_vl_moe",
@@ -141,7 +144,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
         rope = "none"
     if family == "gpt_oss":
         rope, dtype = "yarn", torch.float32  # engines have no other rope; bfloat16 below
-    if family in ("mimo_v2_flash", "minimax_m2", "mixtral", *STEP):
+    if family in ("mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", *STEP):
         dtype = torch.float32  # bfloat16 below
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family in ("glm4_moe", "minimax_m2"):
@@ -188,7 +191,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
 @pytest.mark.parametrize(("family", "depth", "dtype"), once([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Heads receive the inputs that the family's engine passes to them."""
-    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", *STEP):
+    if family in ("gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", *STEP):
         dtype = torch.float32  # see test_bfloat16_logits
     check_heads(make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype), family, depth, dtype, mesh)
 
@@ -208,7 +211,7 @@ def check_heads(directory: Path, family: str, depth: int, dtype: torch.dtype, me
 
     def reference() -> torch.Tensor:
         before: list[torch.Tensor] = []
-        hook = hf.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        hook = final_norm(hf).register_forward_pre_hook(lambda _, args: before.append(args[0]))
         after = hf.model(input_ids).last_hidden_state
         hook.remove()
         hidden = before[0] if drafting.takes_before_norm else after
@@ -287,8 +290,9 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
 
     def norm(role: str, states: torch.Tensor) -> torch.Tensor:
         if role not in names:
-            return hf.model.norm(states)
-        module = type(hf.model.norm)(states.size(-1), hf.config.rms_norm_eps)
+            return final_norm(hf)(states)
+        eps = getattr(hf.config, "rms_norm_eps", None) or hf.config.layer_norm_epsilon
+        module = type(final_norm(hf))(states.size(-1), eps)
         module.weight.data = tensors[names[role]]
         return module(states)
 
@@ -299,11 +303,15 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     if family in GEMMA4:  # heads have no input of their own
         config = deepcopy(config)
         config.hidden_size_per_layer_input = 0
-    layer = type(hf.model.layers[number])(config, layer_idx=number).to(hf.dtype)
+    layer: Any = (
+        TwoLayers(config) if family == "nemotron_h" else type(hf.model.layers[number])(config, layer_idx=number)
+    )
+    layer = layer.to(hf.dtype)
     for name, buffer in layer.named_buffers():
         if name.endswith("bias"):
             buffer.data = buffer.data.float()  # as from_pretrained leaves that of a router
-    layer.self_attn.store_full_length_kv = False  # of Gemma 4, for layers that share keys
+    if family in GEMMA4:
+        layer.self_attn.store_full_length_kv = False  # for layers that share keys
     prefix = len(block)
     inner = {memory_name(family, key[prefix:]): t for key, t in tensors.items() if key.startswith(block)}
     layer.load_state_dict(stacked(inner, layer))
@@ -315,7 +323,9 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
         halves.reverse()
     projected = torch.cat(halves, dim=-1) @ tensors[names["projection"]].T
     rotary_of = (KIND_OF_HEADS[family],) if family in KIND_OF_HEADS else ()
-    rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
+    rotary = None
+    if family != "nemotron_h":
+        rotary = hf.model.rotary_emb(projected, position_ids, *rotary_of)
     mask = None
     if family in ("gpt_oss", *WINDOWED_HEADS, *DSA):  # whose attention is not causal by itself
         length = projected.size(1)
@@ -328,15 +338,17 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     return output, norm("output_norm", output)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", *STEP])
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", *STEP])
 def test_bfloat16_logits(tmp_path, mesh, family):
     """transformers rounds more to bfloat16, so its logits differ. Ours are closer to exact ones.
 
     It rounds the scores of attention in gpt-oss. In MiniMax-M2, it rounds the logits of routers, and queries and keys
     before they are multiplied by the weights of their norms; vLLM and SGLang do not. In Mixtral, it rounds
-    the logits of routers.
+    the logits of routers; in Nemotron-H, the time steps of Mamba-2. It adds the experts of Nemotron-H in float32, so these
+    are left out.
     """
-    directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16)
+    kinds = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
+    directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16, **(kinds if family == "nemotron_h" else {}))
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
         exact = load_transformers(directory, family, torch.float32)(input_ids).logits

@@ -35,6 +35,7 @@ CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("gemma3_text", 1, True): ("TP2+SP",),
     ("gemma4", 1, True): ("EP2xTP2", "PP2"),
     ("olmo2", 1, False): ("TP2+SP",),
+    ("nemotron_h", 1, False): ("EP2xTP2", "PP2", "CP2"),
 }
 LAYOUTS = [(model, name) for model, names in CHOSEN.items() for name in names]
 # Every kind of layout once, with the family whose layers it divides in the most parts.

@@ -125,6 +125,7 @@ CONFIGS |= {
     for name, family in FAMILIES.items()
     if name not in CONFIGS and name not in (*DSA, *HYBRID, *LATENT_FAMILIES, *WRAPPED)
 }
+CONFIGS["nemotron_h"] |= {"num_hidden_layers": 4, "layer_norm_epsilon": 1e-5}
 for _name, _config in CONFIGS.items():
     CONFIGS[_name] = _config | {"model_type": _name}
 

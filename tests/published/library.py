@@ -28,13 +28,13 @@ from tests.tiny import (
     WITH_OWN_OUTPUT,
     WRAPPED,
     as_in_files,
+    head_block,
     head_in_files,
-    head_layer,
     head_name,
     hub_name,
+    last_of_head,
     mtp_names,
     output_name,
-    without_own_input,
 )
 
 CONFIGS = {path.stem: path for path in sorted(Path(__file__).with_name("configs").glob("*.json"))}
@@ -66,6 +66,7 @@ HEADS = {
     "deepseek_v32",
     "glm_moe_dsa",
     "hy_v3",
+    "nemotron_h",
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
@@ -73,6 +74,8 @@ HEADS = {
 }
 """Families that are published with MTP heads, here with one. The config.json of MiMo-V2-Flash declares none of its
 three."""
+WITHOUT_HEADS = ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Nemotron-H-56B-Base-8K")
+"""Models of these families that are published without heads."""
 VISION_LANGUAGE = {"gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 """Families whose language model transformers has only together with the vision tower."""
 ZERO_CENTERED = {"gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5"}
@@ -89,6 +92,7 @@ _FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias|router_bias)$")
 FLOAT32_NAMES: dict[str, tuple[str, ...]] = dict.fromkeys(WRAPPED, ("linear_attn.A_log", "linear_attn.norm.weight"))
 FLOAT32_NAMES |= {"ernie4_5_moe": ("mlp.gate.weight",), "minimax_m2": ("block_sparse_moe.gate.weight",)}
 FLOAT32_NAMES |= {"step3p5": ("moe.gate.weight",)}
+FLOAT32_NAMES |= {"nemotron_h": ("mixer.A_log", "mixer.D")}
 FLOAT32_NAMES |= dict.fromkeys(DSA, ("indexer.k_norm.weight", "indexer.k_norm.bias"))
 """Ends of the names of further tensors that are float32 in the files of a family."""
 
@@ -102,6 +106,10 @@ def content(model: str) -> dict[str, Any]:
 
 def family(model: str) -> str:
     return content(model)["model_type"]
+
+
+def is_published_with_heads(model: str) -> bool:
+    return family(model) in HEADS and model not in WITHOUT_HEADS
 
 
 def is_quantized(model: str) -> bool:
@@ -124,7 +132,7 @@ def build(directory: Path, model: str, has_new_head: bool = False) -> Path:
         config = content(model)
         config["text_config"]["num_nextn_predict_layers"] = 1
         (directory / "config.json").write_text(json.dumps(config))
-    has_head = has_new_head or family(model) in HEADS
+    has_head = has_new_head or is_published_with_heads(model)
     tensors = {name: _drawn(model, name, shape) for name, shape in _shapes(model, has_head).items()}
     if family(model) in HEADS.intersection(HEADS_WITH_COPIES):
         head = mtp_names(family(model), 0, content(model)["num_hidden_layers"])[1]
@@ -210,10 +218,10 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, ...]]:
     if kind in GEMMA4:
         shapes |= _unread_keys(kind, trunk)
     if has_head:
-        names, block = mtp_names(kind, 0, config.num_hidden_layers)
+        names, block = mtp_names(kind, 0, config.num_hidden_layers, last_of_head(config))
         hidden = config.hidden_size
         shapes |= {name: (hidden, 2 * hidden) if role == "projection" else (hidden,) for role, name in names.items()}
-        block_state: Any = without_own_input(trunk.model.layers[head_layer(kind, trunk.config)].state_dict())
+        block_state: Any = head_block(trunk, kind)
         if kind == "mimo_v2_flash":  # the attention of another layer
             attention = trunk.model.layers[1].self_attn.state_dict(prefix="self_attn.")
             others = {name: tensor for name, tensor in block_state.items() if not name.startswith("self_attn.")}
@@ -292,7 +300,7 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         drawn = 0.2 * drawn + (0.0 if is_added_to_1 else 1.0)
     elif len(shape) <= 1:  # biases, what linear attention forgets by, and limits in towers
         drawn = 0.2 * drawn
-    elif "embed_tokens" not in name:
+    elif "embed" not in name:
         drawn = drawn / shape[-1] ** 0.5
     is_float32 = _FLOAT32.search(name) or name.endswith(FLOAT32_NAMES.get(family(model), ()))
     return drawn if is_float32 else drawn.bfloat16()

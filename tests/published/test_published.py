@@ -55,10 +55,11 @@ def test_logits_of_trunk_and_heads_are_those_of_transformers(published, mesh, mo
         hf = library.transformers_model(directory)
         before: list[torch.Tensor] = []
         decoder: Any = getattr(hf.model, "language_model", hf.model)
-        decoder.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        norm: Any = decoder.norm_f if family == "nemotron_h" else decoder.norm
+        norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
         states = hf.model(ids).last_hidden_state
         assert_close(ours.main, logits_of(hf, states), family)
-        assert len(ours.mtp) == (family in library.HEADS)
+        assert len(ours.mtp) == library.is_published_with_heads(model)
         if ours.mtp:
             tensors = {name: tensor.float() for name, tensor in library.numbers(directory).items()}
             fed = before[0] if drafting.takes_before_norm else states
@@ -88,7 +89,7 @@ def test_there_and_back_changes_no_number(published, mesh, tmp_path, model):
         written = tensor.bfloat16() if f"{name}_scale_inv" in stored else tensor
         assert found[name].dtype is written.dtype, name
         assert torch.equal(found[name], written), name
-    assert Heads.from_config(read_config(out)).layers == (library.family(model) in library.HEADS)
+    assert Heads.from_config(read_config(out)).layers == library.is_published_with_heads(model)
 
 
 def test_settings_of_every_model_are_supported(tmp_path):
@@ -98,9 +99,9 @@ def test_settings_of_every_model_are_supported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model", some_of(library.MODELS, *(model for model in library.CHOSEN if library.family(model) in library.HEADS))
+    "model", some_of(library.MODELS, *(model for model in library.CHOSEN if library.is_published_with_heads(model)))
 )
 def test_doctor_finds_it_whole(published, capsys, model):
     assert doctor.run(DoctorArgs(model=str(published(model)))) == 0
-    depth = int(library.family(model) in library.HEADS)
+    depth = int(library.is_published_with_heads(model))
     assert has_line(capsys.readouterr().out, f"MTP config.json {depth} {depth}")

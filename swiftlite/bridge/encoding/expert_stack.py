@@ -102,8 +102,10 @@ def fold(tensors: TensorTypes, stacks: Collection[str], transposed: Collection[s
 def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stack the tensors of single experts as transformers does in memory. The tensors must be in order.
 
-    Example: gate and up projections of 8 experts, 16 tensors [ffn, hidden], become one [8, 2 * ffn, hidden].
+    Example: gate and up projections of 8 experts, 16 tensors [ffn, hidden], become one [8, 2 * ffn, hidden]. Without
+    gates, as in Nemotron-H, the stack is that of the up projections.
     """
+    has_gates = any(".experts." in key and key.endswith(".gate_proj.weight") for key in tensors)
     members: dict[str, list[torch.Tensor]] = {}
     for key, tensor in tensors.items():
         members.setdefault(stack_name(key), []).append(tensor)
@@ -111,6 +113,8 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, parts in members.items():
         if name in tensors:
             stacked[name] = tensors[name]
+        elif name.endswith(".experts.gate_up_proj") and not has_gates:
+            stacked[name.replace("gate_up_proj", "up_proj")] = torch.stack(parts)
         elif f"{name}_bias" in members:
             stacked[name] = torch.stack([part.T for part in parts])
         elif name.endswith("_bias") or _MATRIX_STACK.fullmatch(name):

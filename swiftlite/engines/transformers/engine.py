@@ -45,7 +45,7 @@ from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.transformers.draft_generator import DraftGenerator
 from swiftlite.engines.transformers.drafters import STEPS, load_drafter
 from swiftlite.engines.transformers.image_inputs import ImageInputs
-from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpSteps, ScaledOutput
+from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpSteps, ScaledOutput, final_norm
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys, whole_cache
 from swiftlite.engines.transformers.verification import processed, verify, verify_greedily, warpers
 from swiftlite.families.drafters import SERVED
@@ -258,7 +258,7 @@ class TransformersEngine:
             if start == 0:  # later passes contain only generated tokens
                 inputs["mm_encoder_outputs"] = images.outputs
         seen: list[torch.Tensor] = []
-        modules = [*(self._decoder.layers[layer] for layer in self._features), self._decoder.norm]
+        modules = [*(self._decoder.layers[layer] for layer in self._features), final_norm(self._decoder)]
         with ExitStack() as hooks:
             for module in modules:
                 hooks.enter_context(module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])))

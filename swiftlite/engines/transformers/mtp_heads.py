@@ -53,17 +53,20 @@ class MtpHead(nn.Module):
         output_size: int = 0,
     ):
         super().__init__()
-        size = decoder.config.hidden_size
-        self.enorm = deepcopy(decoder.norm)
-        self.hnorm = deepcopy(decoder.norm)
-        self.final_layernorm = deepcopy(decoder.norm)
+        size, norm = decoder.config.hidden_size, final_norm(decoder)
+        self.enorm = deepcopy(norm)
+        self.hnorm = deepcopy(norm)
+        self.final_layernorm = deepcopy(norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
         self.output_layer = None
         if output_size:
             self.output_layer = nn.Linear(size, output_size, bias=False, device=decoder.device, dtype=decoder.dtype)
         attention, mlp = sources
-        self.transformer_layer = deepcopy(decoder.layers[attention])
-        if mlp != attention:
+        self.transformer_layer: Any = deepcopy(decoder.layers[attention])
+        if is_half(self.transformer_layer):
+            others = [deepcopy(decoder.layers[mlp])] if mlp != attention else []
+            self.transformer_layer = HalfLayers([self.transformer_layer, *others])
+        elif mlp != attention:
             self.transformer_layer.mlp = deepcopy(decoder.layers[mlp].mlp)
         if getattr(self.transformer_layer, "hidden_size_per_layer_input", 0):  # of Gemma 4, not of its heads
             self.transformer_layer.hidden_size_per_layer_input = 0
@@ -100,6 +103,32 @@ class MtpHead(nn.Module):
         if self._has_indexer:
             cache.layers.append(DynamicIndexedLayer())
         return cache
+
+
+class HalfLayers(nn.ModuleList):
+    """The decoder layer of a head, if it consists of a layer with attention and one with an MLP, as in Nemotron-H. The
+    second can be missing."""
+
+    @property
+    def self_attn(self) -> Any:
+        """The attention of the first layer."""
+        return self[0].mixer
+
+    def forward(self, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
+        """Run both layers."""
+        for layer in self:
+            hidden_BSH = layer(hidden_BSH, **layer_kwargs)
+        return hidden_BSH
+
+
+def is_half(layer: Any) -> bool:
+    """Return whether a decoder layer of transformers has either attention or an MLP, its `mixer`."""
+    return hasattr(layer, "mixer")
+
+
+def final_norm(decoder: Any) -> Any:
+    """Return the final norm of a trunk of transformers, which Nemotron-H names otherwise."""
+    return decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
 
 
 class ScaledOutput(nn.Module):
@@ -158,7 +187,7 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
             # In the order of megatron-core: [hidden, embedding] of MiMo becomes [embedding, hidden].
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): joined(row, checkpoint.read) for row in frame}
             if outside.heads_share_final_norm:
-                state["final_layernorm.weight"] = decoder.norm.weight
+                state["final_layernorm.weight"] = final_norm(decoder).weight
             layer = read_layer(model, checkpoint, model.family.mtp.block(model.config, index))
             head = MtpHead(decoder, **layer_options(model), output_size=output_size)
             head.load_state_dict(state | layer, strict=True)
@@ -313,6 +342,8 @@ class MtpSteps(DraftSteps):
 
     def _rotary_emb(self, head: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
         """Return cosines and sines. In some models, layers have different rotary embeddings, by their type."""
+        if not hasattr(self._decoder, "rotary_emb"):  # no layer has one
+            return None
         if not hasattr(self._decoder.rotary_emb, "layer_types"):
             return self._decoder.rotary_emb(hidden, positions)
         layer, attention = head.transformer_layer, head.transformer_layer.self_attn

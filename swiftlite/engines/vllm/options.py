@@ -24,6 +24,9 @@ from swiftlite.engines.vllm.stock_draft import draft_folder
 from swiftlite.families import dflash
 from swiftlite.families.attention import LatentAttention
 from swiftlite.families.drafters import SERVED
+from swiftlite.families.linear_attention import GatedDeltaNet
+from swiftlite.families.mamba import Mamba2
+from swiftlite.families.mlp import MixtureOfExperts, is_gated
 from swiftlite.families.resolved import HfModel
 
 _OF_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
@@ -155,11 +158,14 @@ def with_ngrams(config: EngineConfig, speculative: dict[str, Any] | None) -> dic
         speculative: result of `speculative_config`.
 
     Raises:
-        UserError: vLLM does not support drafts from the text in addition to those of heads on this machine.
+        UserError: vLLM does not support drafts for this model, or drafts from the text in addition to those of heads,
+            on this machine.
     """
     from swiftlite.engines.vllm import ngram_drafts
     from swiftlite.engines.vllm.plugin import has_multi_module_runner
 
+    if speculative is not None and (reason := why_no_drafts(config.model)):
+        raise UserError(reason, "use --speculative none, --infer_backend transformers, or a machine with a GPU")
     ngrams = config.ngrams
     if ngrams is None or speculative is None:
         return {"speculative_config": speculative}
@@ -253,8 +259,8 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     """Return options that vLLM requires to compute the model's kind of attention correctly.
 
     Raises:
-        UserError: vLLM does not support linear attention in `torch_dtype`, or sparse attention on this machine, or a
-            package that vLLM's classes import is missing.
+        UserError: vLLM does not support linear attention in `torch_dtype`, or sparse attention or experts without gates
+            on this machine, or a package that vLLM's classes import is missing.
     """
     known = model.family.serving.vllm
     needs_torchvision = model.family.vision is not None or (known is not None and known.needs_torchvision)
@@ -263,7 +269,8 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
             f"vLLM requires torchvision for {model.family.name}, which is not installed",
             "install the build for this torch (PyPI's requires CUDA), or use --infer_backend transformers",
         )
-    attentions = model.family.architecture(model.config).attentions
+    architecture = model.family.architecture(model.config)
+    attentions, mlps = architecture.attentions, [layer.mlp for layer in architecture.layers]
     options: dict[str, Any] = {}
     if is_on_cpu() and any(attention.indexer is not None for attention in attentions):
         raise UserError(
@@ -280,12 +287,29 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     if any(attention.is_recurrent for attention in attentions):
         # A recurrent state covers all previous tokens, so prefixes cannot share it.
         options["enable_prefix_caching"] = False
-        if is_on_cpu() and torch_dtype != "bfloat16":
-            raise UserError(
-                f"--torch_dtype {torch_dtype} is not supported by vLLM's linear attention on a CPU",
-                "use --torch_dtype bfloat16, or --infer_backend transformers",
-            )
+    if is_on_cpu() and torch_dtype != "bfloat16" and any(isinstance(kind, GatedDeltaNet) for kind in attentions):
+        raise UserError(
+            f"--torch_dtype {torch_dtype} is not supported by vLLM's linear attention on a CPU",
+            "use --torch_dtype bfloat16, or --infer_backend transformers",
+        )
+    if is_on_cpu() and not all(is_gated(part.activation) for part in mlps if isinstance(part, MixtureOfExperts)):
+        raise UserError(
+            f"vLLM on a CPU does not support the experts of {model.family.name}, which have no gate",
+            "use --infer_backend transformers, or a machine with a GPU",
+        )
     return options
+
+
+def why_no_drafts(model: HfModel) -> str:
+    """Return why vLLM cannot draft for a model on this machine; empty if it can.
+
+    On a CPU, the convolution of vLLM 0.32 ignores how many drafts were accepted (mamba/ops/cpu/causal_conv1d.py), so
+    that answers would be wrong.
+    """
+    kinds = model.family.architecture(model.config).attentions
+    if is_on_cpu() and any(isinstance(kind, Mamba2) for kind in kinds):
+        return f"vLLM on a CPU does not support drafts for the Mamba-2 layers of {model.family.name}"
+    return ""
 
 
 def check_quantization(model: HfModel) -> None:

@@ -35,11 +35,23 @@ class SequentialMLP(McoreSequentialMLP):
     False). megatron-core does this only with expert parallelism. Without it, megatron-core sums over the wrong ranks if
     expert tensor parallelism (ETP) and tensor parallelism (TP) have different sizes: with TP 2 and ETP 1, half of the
     gradient is silently lost (tensor_parallel/layers.py:886 of 0.16.1).
+
+    Args:
+        latent: size of the states that the experts read and write; None: that of the model's states.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, *args: Any, **kwargs: Any
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *args: Any,
+        latent: int | None = None,
+        **kwargs: Any,
     ):
+        if latent is not None:
+            config = copy(config)
+            config.hidden_size = latent
         activation: Any = submodules.activation_func
         if issubclass(activation, LimitedSwiGLU | GeGLU):  # `GroupedMLP` has a fused SwiGLU
             config = unfused(config)

@@ -1,4 +1,4 @@
-"""The activations of gated MLPs."""
+"""The activations of MLPs."""
 
 import copy
 from collections.abc import Callable
@@ -62,6 +62,17 @@ class GeGLU(SwiGLU):
     """gelu(gate) * up with the tanh approximation, where gate and up are concatenated in the last dimension."""
 
     activation = _GELU
+
+
+class SquaredReLU:
+    """The square of relu, for MLPs without a gate."""
+
+    def __init__(self, config: Any):
+        """Accept the argument with which megatron-core builds the module; it is not used."""
+
+    def __call__(self, up: torch.Tensor) -> torch.Tensor:
+        """Map [..., ffn] to [..., ffn]."""
+        return F.relu(up).square()
 
 
 class _GatedProduct(torch.autograd.Function):

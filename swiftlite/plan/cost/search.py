@@ -156,6 +156,6 @@ def _recomputing(args: SftArgs, architecture: Architecture) -> list[SftArgs]:
     if args.recompute_granularity != "none":
         return [args]
     # Fused attention stores few activations; MLPs store most.
-    modules = sorted({layer.mlp.recompute_modules[0] for layer in architecture.layers})
+    modules = sorted({module for layer in architecture.layers for module in layer.mlp.recompute_modules[:1]})
     selective = dataclasses.replace(args, recompute_granularity="selective", recompute_modules=modules)
     return [args, selective, dataclasses.replace(args, recompute_granularity="full")]

@@ -173,3 +173,16 @@ def test_the_drafter_works_in_the_loop_of_transformers(trained):
         # use_mtp only chooses assisted generation here; WithHeads brings the heads
         assert model.generate(ids, use_mtp=True, **options).tolist() == greedy.generate(ids, **options).tolist()
     assert sum(accepted) > 20
+
+
+def test_heads_of_attention_only(tmp_path):
+    """Those of Nemotron-H without experts."""
+    kinds = ["linear_attention", "mlp", "full_attention", "mlp"]
+    prompts = write_trained(tmp_path / "model", "nemotron_h", depth=1, layers_block_type=kinds)
+    config = EngineConfig(resolve_served(tmp_path / "model"), "float32", num_speculative_tokens=3)
+    engine = start_engine("transformers", config)
+    completions = engine.generate(prompts, Sampling(20))
+    reference = Reference.load(tmp_path / "model", "nemotron_h", depth=1)
+    expected, counts = reference.simulate(prompts, 20, 3)
+    assert [completion.token_ids for completion in completions] == expected
+    assert engine.draft_counts().accepted_per_position == counts.accepted_per_position

@@ -49,6 +49,7 @@ from tests.tiny import (
     ONLY_IN_TRANSFORMERS,
     VLLM_LATENT_SIZES,
     VLLM_VALUE_SIZES,
+    WITHOUT_GATES,
     WRAPPED,
     make_tiny_hf,
     make_tiny_vision_hf,
@@ -59,7 +60,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 # Models with a vision tower are loaded below. vLLM has indexers on GPUs only.
-LOADABLE = [family for family in CLASSES if family not in (*WRAPPED, *DSA) and not family.startswith("qwen3_5")]
+LOADABLE = [
+    family for family in CLASSES if family not in (*WRAPPED, *DSA, *WITHOUT_GATES) and not family.startswith("qwen3_5")
+]
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
 # The published configurations have every trunk, and heads of the families that are published with heads. Here are heads
 # of the other families, and two heads.
@@ -70,8 +73,8 @@ SERVED_OTHERWISE = (("mimo", 1), ("qwen3", 0), ("qwen3", 1), ("qwen2", 2))
 
 WITH_IMAGES = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 # vLLM's kernels for MXFP4 do not support every CPU, and vLLM chooses one while it builds the model. It has indexers and
-# limits of experts on GPUs only.
-ON_GPUS = (*DSA, "step3p5")
+# limits of experts on GPUs only, and experts without gates.
+ON_GPUS = (*DSA, "step3p5", *WITHOUT_GATES)
 # vLLM has no draft class for heads of ONLY_IN_TRANSFORMERS, and its classes of these models require further packages.
 NOT_HERE = (*ON_GPUS, *ONLY_IN_TRANSFORMERS)
 PUBLISHED = [m for m in library.MODELS if not library.is_in_mxfp4(m) and library.family(m) not in NOT_HERE]
@@ -105,7 +108,7 @@ GEMMA = {"gemma3": "gemma-3-27b-it", "gemma4": "gemma-4-26B-A4B-it", "gemma4_uni
 """Published models, which get a head, of families whose towers vLLM builds from their config."""
 # Stacks of gpt-oss are only stored in MXFP4. vLLM has indexers on GPUs only, and requires a kernel for experts of
 # Qwen3-VL even if the list excludes them. The tower of a tiny Gemma 3 or 4 is not one.
-NOT_QUANTIZED = (*GEMMA, "gpt_oss", "qwen3_vl_moe", *DSA, *ONLY_IN_TRANSFORMERS)
+NOT_QUANTIZED = (*GEMMA, "gpt_oss", "qwen3_vl_moe", *DSA, *WITHOUT_GATES, *ONLY_IN_TRANSFORMERS)
 QUANTIZED_CASES = [
     *product(
         [family for family in CLASSES if family not in NOT_QUANTIZED],

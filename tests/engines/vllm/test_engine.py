@@ -31,6 +31,22 @@ def derive(tmp_path, family, depth, num_tokens, given=None, runs_all_heads=False
 
 
 @pytest.mark.parametrize(
+    ("kinds", "hint"),
+    [
+        (["linear_attention", "full_attention", "moe"], "--infer_backend transformers"),
+        (["linear_attention", "full_attention", "mlp"], "--speculative none --infer_backend transformers"),
+    ],
+)
+def test_what_vllm_on_a_cpu_does_not_compute_of_nemotron_h(tmp_path, kinds, hint):
+    """Experts without gates, and drafts for Mamba-2. Without drafts, Mamba-2 is computed."""
+    model = resolve_served(make_tiny_hf(tmp_path, "nemotron_h", 1, layers_block_type=kinds))
+    with pytest.raises(UserError, match=naming(hint)):
+        engine_options(EngineConfig(model, num_speculative_tokens=1))
+    if "moe" not in kinds:
+        assert "speculative_config" not in engine_options(EngineConfig(model, num_speculative_tokens=0))
+
+
+@pytest.mark.parametrize(
     ("family", "depth", "num_tokens", "runs_all_heads", "drafted"),
     [
         ("qwen3", 1, None, False, 1),

@@ -1,0 +1,97 @@
+"""Define the missing half of a decoder layer that has only attention, or only an MLP, as in Nemotron-H.
+
+The missing half has no parameters and no norm, and its output is not added to the state.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from swiftlite.bridge.rows import Row
+from swiftlite.families.rank import ParameterCount, Rank
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """A half with nothing to compute, to store or to split."""
+
+    recompute_modules: ClassVar[tuple[str, ...]] = ()
+    needs_sequence_parallel: ClassVar[str] = ""
+    layer_arguments: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def tensor_split(self) -> dict[str, int]:
+        return {}
+
+    def mcore_config(self) -> dict[str, Any]:
+        return {}
+
+    def rows(self) -> list[Row]:
+        return []
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        return ParameterCount()
+
+    def macs_per_token(self) -> int:
+        return 0
+
+    def input_activation_bytes(self, rank: Rank) -> int:
+        return 0
+
+    def activation_bytes(self, rank: Rank) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class NoAttention(_Absent):
+    """The attention of a layer that has only an MLP.
+
+    Attributes:
+        hidden: size of the model's states.
+    """
+
+    takes_packed_rows: ClassVar[bool] = True
+    takes_parts_of_rows: ClassVar[bool] = True
+    is_recurrent: ClassVar[bool] = False
+
+    hidden: int
+
+    @property
+    def indexer(self) -> None:
+        return None
+
+    @property
+    def window(self) -> None:
+        return None
+
+    @property
+    def rotary(self) -> int:
+        return 0
+
+    def gathered(self, rank: Rank) -> int:
+        return 0
+
+    def macs_per_pair(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class NoMlp(_Absent):
+    """The MLP of a layer that has only attention."""
+
+    norms_input: ClassVar[bool] = True
+
+    @property
+    def experts(self) -> int:
+        return 0
+
+    @property
+    def topk(self) -> int:
+        return 0
+
+    @property
+    def splits_experts(self) -> bool:
+        return False
+
+    @property
+    def expert_split(self) -> dict[str, int]:
+        return {}

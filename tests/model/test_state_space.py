@@ -1,0 +1,72 @@
+"""Test the state space model of Mamba-2 against its definition, computed token by token in float64."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.families.linear_attention import CHUNK
+from swiftlite.model.attention.state_space import state_space_scan
+
+HEADS, GROUPS, STATE, CHANNELS = 6, 2, 8, 12
+
+
+def inputs(num_tokens: int) -> Any:
+    """Return inputs, time steps, rates, B and C."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, HEADS, CHANNELS, generator=generator)
+    step = torch.rand(num_tokens, HEADS, generator=generator) * 0.5
+    rate = -torch.rand(HEADS, generator=generator) * 2
+    write, read = (torch.randn(num_tokens, GROUPS, STATE, generator=generator) for _ in range(2))
+    return [x, step, rate, write, read]
+
+
+def scan(parts: Any, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, step, rate, write, read = parts
+    return state_space_scan(x, step, rate, write, read, lengths)
+
+
+def definition(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, step, rate, write, read = (tensor.double() for tensor in parts)
+    outputs, states, begin = [], [], 0
+    for length in lengths:
+        state = torch.zeros(HEADS, STATE, CHANNELS, dtype=torch.float64)
+        for t in range(begin, begin + length):
+            own_write, own_read = (tensor[t].repeat_interleave(HEADS // GROUPS, dim=0) for tensor in (write, read))
+            state = state * (step[t] * rate).exp()[:, None, None]
+            state = state + torch.einsum("n,nd,ne->nde", step[t], own_write, x[t])
+            outputs.append(torch.einsum("nd,nde->ne", own_read, state))
+        states.append(state)
+        begin += length
+    return torch.stack(outputs), torch.stack(states)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (CHUNK,), (CHUNK + 1,), (7, 3 * CHUNK, 1, CHUNK + 30), (5,) * 20])
+def test_chunks_compute_the_definition(lengths):
+    parts = inputs(sum(lengths))
+    out, states = scan(parts, lengths)
+    expected, last = definition(parts, lengths)
+    # float32 against float64; values are up to 30.
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-5)
+    torch.testing.assert_close(states.double(), last, rtol=0, atol=3e-5)
+
+
+def test_gradients_are_those_of_the_definition():
+    lengths = (CHUNK + 5, 9)
+    parts: Any = [tensor.requires_grad_() for tensor in inputs(sum(lengths))]
+    weight = torch.randn(sum(lengths), HEADS, CHANNELS, generator=torch.Generator().manual_seed(0))
+    found = torch.autograd.grad((scan(parts, lengths)[0] * weight).sum(), parts)
+    expected = torch.autograd.grad((definition(parts, lengths)[0] * weight).sum(), parts)
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sequence_continues_from_its_state():
+    parts = inputs(CHUNK + 40)
+    whole, last = scan(parts, (CHUNK + 40,))
+    x, step, rate, write, read = parts
+    begin, state = state_space_scan(x[:50], step[:50], rate, write[:50], read[:50], (50,))
+    end, state = state_space_scan(x[50:], step[50:], rate, write[50:], read[50:], (CHUNK - 10,), state)
+    torch.testing.assert_close(torch.cat([begin, end]), whole, rtol=0, atol=3e-5)
+    torch.testing.assert_close(state, last, rtol=0, atol=3e-5)
