@@ -344,8 +344,8 @@ def test_bfloat16_logits(tmp_path, mesh, family):
 
     It rounds the scores of attention in gpt-oss. In MiniMax-M2, it rounds the logits of routers, and queries and keys
     before they are multiplied by the weights of their norms; vLLM and SGLang do not. In Mixtral, it rounds
-    the logits of routers; in Nemotron-H, the time steps of Mamba-2. It adds the experts of Nemotron-H in float32, so these
-    are left out.
+    the logits of routers; in Nemotron-H, the time steps of Mamba-2. It adds the experts of Nemotron-H in float32, so
+    these are left out.
     """
     kinds = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
     directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16, **(kinds if family == "nemotron_h" else {}))
