@@ -347,8 +347,10 @@ def test_bfloat16_logits(tmp_path, mesh, family):
     the logits of routers; in Nemotron-H, the time steps of Mamba-2. It adds the experts of Nemotron-H in float32, so
     these are left out.
     """
-    kinds = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
-    directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16, **(kinds if family == "nemotron_h" else {}))
+    options: dict[str, Any] = {}
+    if family == "nemotron_h":
+        options["layers_block_type"] = ["linear_attention", "mlp", "full_attention", "mlp"]
+    directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16, **options)
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
         exact = load_transformers(directory, family, torch.float32)(input_ids).logits
