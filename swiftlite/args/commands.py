@@ -1,11 +1,11 @@
-"""Define the options class of each command, which combines groups of `fields.py`."""
+"""Define the options class of each command, which combines groups of `fields.py` and the other files of fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from typing import ClassVar, Literal
 
-from swiftlite.args import fields, rl_fields
+from swiftlite.args import data_fields, fields, rl_fields, serving_fields
 from swiftlite.args.bounds import Fraction, Length, NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt
 
 
@@ -21,10 +21,10 @@ class SftArgs(
     fields.ParallelLayout,
     fields.MoeArgs,
     fields.IndexerArgs,
-    fields.PackingArgs,
-    fields.ImageArgs,
+    data_fields.PackingArgs,
+    data_fields.ImageArgs,
     fields.VisionArgs,
-    fields.DataArgs,
+    data_fields.DataArgs,
     fields.LoraArgs,
     fields.MtpArgs,
     fields.ModelArgs,
@@ -47,12 +47,12 @@ _TRUNK_IS_TRAINED = {
     "mtp_mode": "it trains the trunk; to train only heads: swiftlite megatron sft --mtp_mode heads_only",
 }
 _ALL_ROWS_ARE_READ = dict.fromkeys(("streaming", "streaming_buffer_size"), "all rows are read before the first step")
-_OF_IMAGES = (*fields_of(fields.ImageArgs), *fields_of(fields.VisionArgs))
+_OF_IMAGES = (*fields_of(data_fields.ImageArgs), *fields_of(fields.VisionArgs))
 _ROWS_HAVE_NO_IMAGES = dict.fromkeys([each.name for each in _OF_IMAGES], "its rows have no images")
 
 
 @dataclass(frozen=True)
-class PtArgs(fields.DocumentArgs, SftArgs):
+class PtArgs(data_fields.DocumentArgs, SftArgs):
     """Train a language model on plain text (continued pre-training), with Multi-Token Prediction heads."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
@@ -219,21 +219,21 @@ class QuantizationArgs:
 
 
 @dataclass(frozen=True)
-class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, fields.ImageArgs, QuantizationArgs, ConversionArgs):
+class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, data_fields.ImageArgs, QuantizationArgs, ConversionArgs):
     """Convert a run to a Hugging Face model (--to_hf), or a model to a checkpoint (--to_mcore); quantize a model."""
 
 
 @dataclass(frozen=True)
 class InferArgs(
-    fields.AnswerArgs,
-    fields.ImageArgs,
+    serving_fields.AnswerArgs,
+    data_fields.ImageArgs,
     fields.AdapterArgs,
-    fields.GenerationArgs,
-    fields.LlamacppArgs,
-    fields.SglangArgs,
-    fields.VllmArgs,
-    fields.SpeculationArgs,
-    fields.EngineArgs,
+    serving_fields.GenerationArgs,
+    serving_fields.LlamacppArgs,
+    serving_fields.SglangArgs,
+    serving_fields.VllmArgs,
+    serving_fields.SpeculationArgs,
+    serving_fields.EngineArgs,
     fields.ModelArgs,
 ):
     """Generate with an engine, optionally with MTP drafts, and report how many drafts were accepted."""
@@ -241,14 +241,14 @@ class InferArgs(
 
 @dataclass(frozen=True)
 class RegenerateArgs(
-    fields.GenerationArgs,
-    fields.LlamacppArgs,
-    fields.SglangArgs,
-    fields.VllmArgs,
-    fields.SpeculationArgs,
-    fields.EngineArgs,
-    fields.ImageArgs,
-    fields.RegenerationArgs,
+    serving_fields.GenerationArgs,
+    serving_fields.LlamacppArgs,
+    serving_fields.SglangArgs,
+    serving_fields.VllmArgs,
+    serving_fields.SpeculationArgs,
+    serving_fields.EngineArgs,
+    data_fields.ImageArgs,
+    serving_fields.RegenerationArgs,
     fields.ModelArgs,
 ):
     """Regenerate the answers of a dataset with the model itself, the best training data for its heads."""
@@ -260,11 +260,11 @@ GenerationCommand = InferArgs | RegenerateArgs
 
 @dataclass(frozen=True)
 class DeployArgs(
-    fields.LlamacppArgs,
-    fields.SglangArgs,
-    fields.VllmArgs,
-    fields.SpeculationArgs,
-    fields.ServerArgs,
+    serving_fields.LlamacppArgs,
+    serving_fields.SglangArgs,
+    serving_fields.VllmArgs,
+    serving_fields.SpeculationArgs,
+    serving_fields.ServerArgs,
     fields.AdapterArgs,
     fields.ModelArgs,
 ):
@@ -272,13 +272,19 @@ class DeployArgs(
 
 
 @dataclass(frozen=True)
-class BenchArgs(fields.VllmArgs, fields.LlamacppArgs, fields.ImageFileArgs, fields.BenchmarkArgs, fields.ModelArgs):
+class BenchArgs(
+    serving_fields.VllmArgs,
+    serving_fields.LlamacppArgs,
+    data_fields.ImageFileArgs,
+    serving_fields.BenchmarkArgs,
+    fields.ModelArgs,
+):
     """Measure an engine's server with and without drafts at each concurrency, and recommend a number of drafts."""
 
 
 def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
     """Return the options with which `deploy` starts the server that `bench` measures."""
-    speculative: fields.Speculative = "none"
+    speculative: serving_fields.Speculative = "none"
     num_tokens = config = None
     if num_speculative_tokens > 0:
         speculative = args.speculative
@@ -305,11 +311,11 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
 
 @dataclass(frozen=True)
 class EvaluateArgs(
-    fields.MonitoringArgs,
-    fields.TaskArgs,
-    fields.SpeculationArgs,
-    fields.ImageArgs,
-    fields.EvaluationArgs,
+    serving_fields.MonitoringArgs,
+    serving_fields.TaskArgs,
+    serving_fields.SpeculationArgs,
+    data_fields.ImageArgs,
+    serving_fields.EvaluationArgs,
     fields.ModelArgs,
 ):
     """Measure the acceptance of MTP heads by depth and channel, against the trunk and by an engine's counters."""
@@ -321,12 +327,12 @@ class EvaluateArgs(
 
 
 @dataclass(frozen=True)
-class SpeedupArgs(fields.SpeedupOptions, fields.ModelArgs):
+class SpeedupArgs(serving_fields.SpeedupOptions, fields.ModelArgs):
     """Make a model faster: train draft heads within a time budget, and measure what to draft at which load."""
 
 
 @dataclass(frozen=True)
-class AdaptArgs(fields.AdaptOptions, fields.ModelArgs):
+class AdaptArgs(serving_fields.AdaptOptions, fields.ModelArgs):
     """Train heads on the requests of a running server, and send it those that are better."""
 
 
@@ -368,7 +374,7 @@ class PlanArgs:
 
 
 @dataclass(frozen=True)
-class DoctorArgs(fields.VllmArgs, fields.SpeculationArgs, PlanArgs, ExaminationArgs):
+class DoctorArgs(serving_fields.VllmArgs, serving_fields.SpeculationArgs, PlanArgs, ExaminationArgs):
     """Check the environment, validate a model, also with an engine (--engine), and plan memory and layouts (--plan)."""
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from swiftlite.args import bounds
-from swiftlite.args.fields import LrDecayStyle, SamplingArgs
+from swiftlite.args.fields import LrDecayStyle
+from swiftlite.args.serving_fields import SamplingArgs
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]

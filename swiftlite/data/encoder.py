@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.args.fields import TruncationStrategy
+from swiftlite.args.data_fields import TruncationStrategy
 from swiftlite.base.errors import UserError
 from swiftlite.data.image_inputs import PATCHES, ImageEncoder, share_images
 from swiftlite.data.images import ImageRef

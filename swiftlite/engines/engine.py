@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.args.fields import SamplingArgs, WeightTransport
+from swiftlite.args.serving_fields import SamplingArgs, WeightTransport
 from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.index import ENGINES

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.prompt_items import PromptItems
-from swiftlite.args.fields import ImageArgs
+from swiftlite.args.data_fields import ImageArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.batch import AXES, ITEM

@@ -191,7 +191,7 @@ def with_inputs(linear: Any, own_inputs: int) -> type:
     megatron-core's MLP builds its second matrix with the width of the config, in which layers can differ.
     """
 
-    def build(self: Any, num_inputs: int, *args: Any, **options: Any) -> None:
+    def build(self: Any, input_size: int, *args: Any, **options: Any) -> None:
         linear.__init__(self, own_inputs, *args, **options)
 
     return type(linear.__name__, (linear,), {"__init__": build, "__module__": linear.__module__})

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import GkdArgs, SftArgs
-from swiftlite.args.fields import TruncationStrategy
+from swiftlite.args.data_fields import TruncationStrategy
 from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder, PromptEncoder, encode_prompt

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from swiftlite.args.commands import BenchArgs, deploy_args
 from swiftlite.args.config import Problem
-from swiftlite.args.fields import WITH_HEADS
+from swiftlite.args.serving_fields import WITH_HEADS
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, deploy, engine_options

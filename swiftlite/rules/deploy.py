@@ -6,7 +6,7 @@ from pathlib import Path
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.fields import WITH_HEADS
+from swiftlite.args.serving_fields import WITH_HEADS
 from swiftlite.engines.index import ENGINES
 from swiftlite.hub.name import served_name
 from swiftlite.plan.facts import Facts

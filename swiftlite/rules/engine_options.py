@@ -15,7 +15,7 @@ from swiftlite.args.commands import (
 )
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.args.fields import WITH_HEADS, SamplingArgs
+from swiftlite.args.serving_fields import WITH_HEADS, SamplingArgs
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.index import FAMILIES

@@ -9,7 +9,7 @@ from swiftlite.args.commands import EvaluateArgs
 from swiftlite.args.config import Problem, not_supported
 from swiftlite.args.docs import options
 from swiftlite.args.duration import seconds_of
-from swiftlite.args.fields import TaskArgs
+from swiftlite.args.serving_fields import TaskArgs
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine_options

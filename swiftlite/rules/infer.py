@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.fields import WITH_HEADS
+from swiftlite.args.serving_fields import WITH_HEADS
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine_options

@@ -19,7 +19,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.data_file import split_sample
-from swiftlite.args.fields import WITH_HEADS
+from swiftlite.args.serving_fields import WITH_HEADS
 from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from swiftlite.args import fields
+from swiftlite.args import data_fields, fields
 from swiftlite.args.commands import (
     ConversionArgs,
     DoctorArgs,
@@ -39,7 +39,7 @@ def test_a_docstring_may_span_lines():
 
 
 def test_groups_are_the_declaring_classes_in_order():
-    first = (fields.ModelArgs, fields.MtpArgs, fields.LoraArgs, fields.DataArgs)
+    first = (fields.ModelArgs, fields.MtpArgs, fields.LoraArgs, data_fields.DataArgs)
     assert [*groups(SftArgs)][:4] == [title(kind) for kind in first]
     assert [option.name for option in groups(SftArgs)[title(fields.ModelArgs)]] == [
         "model",
@@ -49,7 +49,7 @@ def test_groups_are_the_declaring_classes_in_order():
     ]
     assert [*groups(ExportArgs)] == [
         title(each)
-        for each in (ConversionArgs, QuantizationArgs, fields.ImageArgs, fields.ParallelLayout, fields.TimeoutArgs)
+        for each in (ConversionArgs, QuantizationArgs, data_fields.ImageArgs, fields.ParallelLayout, fields.TimeoutArgs)
     ]
 
 

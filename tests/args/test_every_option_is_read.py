@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import swiftlite
-from swiftlite.args import fields
+from swiftlite.args import data_fields, fields, serving_fields
 from swiftlite.args.docs import options
 from swiftlite.cli.table import commands
 from swiftlite.engines.index import ENGINES
@@ -25,6 +25,7 @@ OF_TRAINING = [
         "plan/layout.py",
         "plan/trainable.py",
         "plan/trunk.py",
+        "families/drafters.py",
         "families/resolved.py",
     ),
 ]
@@ -72,6 +73,9 @@ def attributes_of_args(path: Path) -> set[str]:
     }
 
 
+GROUPS = vars(data_fields) | vars(fields) | vars(serving_fields)
+
+
 @functools.cache
 def groups_of_args(path: Path) -> set[str]:
     """Return the fields of every GROUP in `group_of(args, GROUP)`, and of `layout_of(args)` and `models_in(args)`."""
@@ -84,7 +88,7 @@ def groups_of_args(path: Path) -> set[str]:
     ]
     groups = [name for call in calls for name in re.findall(r"^group_of\(args, (\w+)\)$", call)]
     groups += ["ParallelLayout" for call in calls if call == "layout_of(args)"]
-    names = {field.name for group in groups for field in dataclasses.fields(getattr(fields, group))}
+    names = {field.name for group in groups for field in dataclasses.fields(GROUPS[group])}
     return names | set(MODEL_OPTIONS if {"models_in(args)", "resolve_options(args)"} & set(calls) else ())
 
 

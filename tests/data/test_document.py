@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from swiftlite.args.fields import TruncationStrategy
+from swiftlite.args.data_fields import TruncationStrategy
 from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import DocumentEncoder, split

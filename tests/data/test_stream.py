@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from swiftlite.args.fields import TruncationStrategy
+from swiftlite.args.data_fields import TruncationStrategy
 from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder

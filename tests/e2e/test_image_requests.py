@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftlite.args.commands import DeployArgs
-from swiftlite.args.fields import ImageArgs
+from swiftlite.args.data_fields import ImageArgs
 from swiftlite.data.dataset import load_prompts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.index import ENGINES

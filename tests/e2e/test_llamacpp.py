@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from swiftlite.args.fields import WITH_HEADS
+from swiftlite.args.serving_fields import WITH_HEADS
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.llamacpp.client import request_of
 from swiftlite.engines.llamacpp.request import post
@@ -54,7 +54,7 @@ def test_requests_equal_the_reference(trained, tmp_path, monkeypatch, family, nu
 
 def check_requests(directory: Path, prompts: list[list[int]], num_tokens: int, expected: list[Request]) -> EngineConfig:
     """Check tokens and counts of requests that are sent one after the other; return the config of the engine."""
-    vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    vocab_size = resolve_served(directory).config["vocab_size"]
     used = {token for result in expected for token in result.tokens}
     write_tokenizer(directory, vocab_size, next(token for token in range(vocab_size) if token not in used))
     config = EngineConfig(

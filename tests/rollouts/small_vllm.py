@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from swiftlite.args.fields import FILTERS
+from swiftlite.args.serving_fields import FILTERS
 from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import resolve_served

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftlite.args.fields import TruncationStrategy
+from swiftlite.args.data_fields import TruncationStrategy
 from swiftlite.base.errors import UserError
 from swiftlite.data.changed_samples import ChangedSamples
 from swiftlite.data.image_inputs import image_identity, with_images_of

@@ -1,6 +1,6 @@
 """`EngineInfo` of llama.cpp."""
 
-from swiftlite.args.fields import LlamacppArgs
+from swiftlite.args.serving_fields import LlamacppArgs
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.serving.llamacpp import KINDS
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from swiftlite.args.config import Problem
-from swiftlite.args.fields import SglangArgs
+from swiftlite.args.serving_fields import SglangArgs
 from swiftlite.base.heads import MTP
 from swiftlite.engines.info import EngineInfo, Plugin
 from swiftlite.families import eagle3

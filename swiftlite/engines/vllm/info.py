@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from swiftlite.args.config import Problem
-from swiftlite.args.fields import VllmArgs
+from swiftlite.args.serving_fields import VllmArgs
 from swiftlite.engines.info import EngineInfo, Plugin
 from swiftlite.families.drafters import SERVED
 

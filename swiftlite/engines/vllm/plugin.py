@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from swiftlite.args.fields import WeightTransport
+from swiftlite.args.serving_fields import WeightTransport
 from swiftlite.base.heads import KEYS
 from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig

@@ -15,7 +15,7 @@ import aiohttp
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.args.fields import WeightTransport
+from swiftlite.args.serving_fields import WeightTransport
 from swiftlite.base.errors import UserError, clip
 from swiftlite.engines.engine import Completion, FinishReason, OnAnswer, Sampling, check_prompts, filters_of
 from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from swiftlite.args.commands import GkdArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.args.fields import SamplingArgs
+from swiftlite.args.serving_fields import SamplingArgs
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of
 from swiftlite.rules import common

@@ -10,8 +10,8 @@ from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import GkdArgs, GrpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
-from swiftlite.args.fields import FILTERS, SamplingArgs
 from swiftlite.args.rl_fields import CompletionArgs
+from swiftlite.args.serving_fields import FILTERS, SamplingArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.index import ENGINES, names_with

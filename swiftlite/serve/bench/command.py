@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import BenchArgs, deploy_args
-from swiftlite.args.fields import ImageArgs
+from swiftlite.args.data_fields import ImageArgs
 from swiftlite.base.atomic import atomic_write, check_writable
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger

@@ -5,8 +5,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from swiftlite.args.data_fields import ImageArgs
 from swiftlite.args.data_file import prepared_files
-from swiftlite.args.fields import ImageArgs
 from swiftlite.data.dataset import Data, DataReport, load_prompts, load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.rows.conversation import Conversation, parse_row

@@ -5,7 +5,7 @@ import base64
 import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.args.fields import ImageArgs
+from swiftlite.args.data_fields import ImageArgs
 from swiftlite.base.errors import UserError
 from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.template import load_tokenizer

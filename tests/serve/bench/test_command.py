@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftlite.args.commands import BenchArgs
-from swiftlite.args.fields import ImageArgs
+from swiftlite.args.data_fields import ImageArgs
 from swiftlite.base.errors import UserError
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.index import ENGINES

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from swiftlite.args.fields import WeightTransport
+from swiftlite.args.serving_fields import WeightTransport
 from swiftlite.base.errors import UserError
 from swiftlite.engines.loading.weight_update import Bucket, Part, bucket_file
 from swiftlite.engines.vllm.live.ipc_handle import as_plain_values
