@@ -11,7 +11,7 @@ Buckets = list[dict[str, torch.Tensor]]
 
 
 def trunk_and_heads(directory: Path) -> tuple[Buckets, Buckets]:
-    """Return a checkpoint's trunk and its heads as two buckets each, as `bridge.transfer.stream_hf` yields them.
+    """Return a checkpoint's trunk and its heads as two buckets each, as `bridge.saving.stream_hf` yields them.
 
     Copies of the trunk's tensors in heads, and parts other than the language model, are omitted.
     """

@@ -85,8 +85,9 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, float]:
     from swiftlite import families
     from swiftlite.base.heads import Heads
     from swiftlite.bridge.hf_config import read_config
+    from swiftlite.bridge.saving import save_hf
     from swiftlite.bridge.tensors import describe
-    from swiftlite.bridge.transfer import load_hf, save_hf
+    from swiftlite.bridge.transfer import load_hf
     from swiftlite.model.build import build_model
     from swiftlite.runtime.distributed import session
 

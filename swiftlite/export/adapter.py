@@ -13,7 +13,7 @@ from swiftlite.base.lora import Lora
 from swiftlite.bridge.adapters.files import AdapterBase, write_adapter, write_heads
 from swiftlite.bridge.adapters.rows import adapted_modules, adapted_rows, saved_names
 from swiftlite.bridge.rows import Row
-from swiftlite.bridge.transfer import stream_hf
+from swiftlite.bridge.saving import stream_hf
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import gather_adapters, gather_saved, merged

@@ -25,8 +25,9 @@ from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, dtype_change, patch, read_config, write_patched
 from swiftlite.bridge.rows import shapes_of
+from swiftlite.bridge.saving import save_hf
 from swiftlite.bridge.tensors import describe, some
-from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
+from swiftlite.bridge.transfer import WeightsReport, graft_heads
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.vllm.stock_draft import draft_folder, draft_problems, trunk_config, write_draft
 from swiftlite.export import adapter

@@ -24,8 +24,9 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
 from swiftlite.base.errors import UserError
 from swiftlite.model.attention.cache import Cache
-from swiftlite.model.gpt import GPTModel, OutputMatrix
+from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax
+from swiftlite.model.loss.output_matrix import OutputMatrix
 from swiftlite.model.ranks import broadcast_from_first_stage
 from swiftlite.model.tower import Placed, num_items_of
 from swiftlite.runtime.mesh import Mesh

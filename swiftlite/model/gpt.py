@@ -61,6 +61,7 @@ from swiftlite.model.loss.chunked_loss import (
     chunked_loss,
 )
 from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
+from swiftlite.model.loss.output_matrix import OutputMatrix
 from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.shared_states import SharedStates
 from swiftlite.model.stage_states import StageStates
@@ -678,7 +679,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
     def _chunked(
         self,
         states_NH: torch.Tensor,
-        output: "OutputMatrix",
+        output: OutputMatrix,
         target: LabelTarget | EntropyTarget | TrunkTarget | TeacherTarget,
         selected: Selected,
         share_BS: torch.Tensor | None,
@@ -749,8 +750,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
         states_NH: torch.Tensor,
         trunk_NH: torch.Tensor,
         selected: Selected,
-        output: "OutputMatrix",
-        trunk_output: "OutputMatrix",
+        output: OutputMatrix,
+        trunk_output: OutputMatrix,
         share_BS: torch.Tensor | None,
     ) -> TokenLoss:
         """Return the distance between the predictions of a head and the trunk at each selected position.
@@ -811,7 +812,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             hidden_SBH, tensor_parallel_output_grad=False, group=self.pg_collection.tp
         )
 
-    def trunk_output_matrix(self) -> "OutputMatrix":
+    def trunk_output_matrix(self) -> OutputMatrix:
         """Return the output layer over the whole vocabulary."""
         weight: Any = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
@@ -835,7 +836,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         head: Any = self.mtp.layers[depth // self.heads.unroll]
         return head.output_layer
 
-    def head_output_matrix(self, depth: int) -> "OutputMatrix":
+    def head_output_matrix(self, depth: int) -> OutputMatrix:
         """Return the output layer of the head that drafts token number `depth` (from 0), with its Markov head.
 
         If there is a draft vocabulary, it has only the rows of the draft vocabulary.
@@ -862,7 +863,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         layers: Any = self.mtp.layers
         return getattr(layers[0], "markov_output", None)
 
-    def _drafted_output_matrix(self) -> "OutputMatrix":
+    def _drafted_output_matrix(self) -> OutputMatrix:
         """Return the trunk's output layer, or its rows of the draft vocabulary."""
         whole = self.trunk_output_matrix()
         if self.detached_heads:
@@ -937,56 +938,6 @@ class GPTModel(AddsGradients, McoreGPTModel):
                 for name, value in self._low_precision.items():
                     setattr(config, name, value if mode else None)
         return super().train(mode)
-
-
-@dataclass(frozen=True)
-class OutputMatrix:
-    """The output layer, or its rows for a draft vocabulary.
-
-    Attributes:
-        product: computes logits [N, V] without the cap from states [N, H].
-        weight_VH: the matrix.
-        tokens_V: the token of each row; None if the rows are this rank's part of the whole vocabulary.
-        cap: as for `capped`.
-        frozen_VH: columns of the matrix before those of `weight_VH`, which get no gradient; None without any.
-    """
-
-    product: Callable[[torch.Tensor], torch.Tensor]
-    weight_VH: torch.Tensor
-    tokens_V: torch.Tensor | None
-    cap: float | None
-    frozen_VH: torch.Tensor | None = None
-
-    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V] of states [N, H]."""
-        return capped(self.product(hidden_NH), self.cap)
-
-    def detached(self, group: Any) -> "OutputMatrix":
-        """Return the same layer with a matrix that gets no gradient.
-
-        Args:
-            group: tensor-parallel group that the vocabulary is split over.
-        """
-        weight_VH = self.weight_VH.detach()
-
-        def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
-            return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
-
-        return replace(self, product=logits, weight_VH=weight_VH)
-
-    def with_columns(self, weight_Vr: torch.Tensor, group: Any) -> "OutputMatrix":
-        """Return the same layer, frozen, for states with r further numbers, and columns for them that are trained.
-
-        Args:
-            group: as for `detached`.
-        """
-        frozen, width = self.detached(group), self.weight_VH.size(1)
-
-        def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
-            added_Nr = copy_to_tensor_model_parallel_region(hidden_NH[:, width:], group)
-            return frozen.product(hidden_NH[:, :width]) + F.linear(added_Nr, weight_Vr)
-
-        return replace(self, product=logits, weight_VH=weight_Vr, frozen_VH=frozen.weight_VH)
 
 
 class _ZeroGradient(torch.autograd.Function):

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from swiftlite.bridge.placement import is_first_rank
 from swiftlite.bridge.rows import HfPart
-from swiftlite.bridge.transfer import Dtypes, stream_hf, streamed_tensors
+from swiftlite.bridge.saving import Dtypes, stream_hf, streamed_tensors
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.layers.lora import merged
 from swiftlite.train.trainer import whole_parameters
@@ -42,7 +42,7 @@ class LiveWeights:
     Args:
         model: the model's chunks on this rank.
         hf_model: the model that the run started from.
-        dtypes: dtypes of the tensors, in the format of `bridge.transfer.save_hf`. With the dtypes of an export, an
+        dtypes: dtypes of the tensors, in the format of `bridge.saving.save_hf`. With the dtypes of an export, an
             engine produces the same results as with the export.
         bucket_bytes: maximum size in bytes of the tensors that the first rank holds at a time, in memory and on disk.
     """

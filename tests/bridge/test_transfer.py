@@ -17,8 +17,9 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.encoding.expert_stack import transposed_stacks
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.placement import global_name
+from swiftlite.bridge.saving import save_hf, stream_hf
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import WeightsReport, load_hf, save_hf, stream_hf
+from swiftlite.bridge.transfer import WeightsReport, load_hf
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.messages import has_line, mentions, naming

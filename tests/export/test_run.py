@@ -18,7 +18,7 @@ from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.args.config import write_config
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
-from swiftlite.bridge.transfer import save_hf
+from swiftlite.bridge.saving import save_hf
 from swiftlite.data.template import load_tokenizer
 from swiftlite.export.run import convert, run
 from swiftlite.families.resolved import resolve

@@ -25,8 +25,9 @@ from swiftlite.bridge.encoding.index import FORMATS
 from swiftlite.bridge.encoding.quantization import CHECKS
 from swiftlite.bridge.entry import Box, Entry
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.saving import save_hf
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
-from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.bridge.transfer import load_hf
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from tests.growth.unheard import there_and_back

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.base.heads import Heads
-from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.bridge.saving import save_hf
+from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families import index

@@ -12,7 +12,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.args.fields import RecomputeArgs
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.transfer import save_hf
+from swiftlite.bridge.saving import save_hf
 from swiftlite.export.run import convert
 from swiftlite.families import index
 from swiftlite.model.context_parallel import describe_packed

@@ -19,7 +19,8 @@ from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.fields import IndexerArgs, RecomputeArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
-from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.bridge.saving import save_hf
+from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families.resolved import resolve

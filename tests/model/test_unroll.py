@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from swiftlite.args.fields import MtpLoss, RecomputeArgs
 from swiftlite.base.heads import Heads
-from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.bridge.saving import save_hf
+from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import collate, collate_packed, shift_left
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families import index

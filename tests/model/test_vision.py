@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite.base.errors import UserError
-from swiftlite.bridge.transfer import save_hf
+from swiftlite.bridge.saving import save_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.families.rank import Rank
 from swiftlite.families.resolved import resolve

@@ -22,7 +22,8 @@ from swiftlite.args.fields import IndexerArgs, MoeArgs, RecomputeArgs
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.bridge.saving import save_hf
+from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import Extra
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample

@@ -14,7 +14,8 @@ from swiftlite import families
 from swiftlite.base.heads import Heads
 from swiftlite.base.lora import Lora, is_adapter
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.transfer import load_hf, stream_hf
+from swiftlite.bridge.saving import stream_hf
+from swiftlite.bridge.transfer import load_hf
 from swiftlite.model.build import build_model
 from swiftlite.model.layers.lora import add_adapters, merged
 from swiftlite.plan.kernels import Kernels

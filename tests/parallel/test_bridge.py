@@ -22,8 +22,9 @@ from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.encoding.expert_stack import transposed_stacks
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.saving import save_hf, stream_hf
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf, stream_hf
+from swiftlite.bridge.transfer import MtpInit, load_hf
 from swiftlite.families import Family
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel

@@ -18,8 +18,9 @@ from swiftlite.base.heads import Heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.binding import bind
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.saving import save_hf
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.bridge.transfer import load_hf
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.distributed import session

@@ -11,7 +11,8 @@ from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.bridge.saving import save_hf
+from swiftlite.bridge.transfer import load_hf
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from tests.parallel.launch import launch

@@ -13,7 +13,7 @@ import torch
 from swiftlite.args.commands import ExportArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.layers import DecoderLayers
-from swiftlite.bridge.transfer import save_hf, streamed_tensors
+from swiftlite.bridge.saving import save_hf, streamed_tensors
 from swiftlite.export.run import convert
 from swiftlite.families.resolved import resolve
 from swiftlite.model.layers.streamed import StreamedBlock

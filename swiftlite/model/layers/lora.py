@@ -44,7 +44,7 @@ from swiftlite.bridge.adapters.rows import (
 from swiftlite.bridge.binding import Binding, bind
 from swiftlite.bridge.join import InterleaveBlocks
 from swiftlite.bridge.rows import Row
-from swiftlite.bridge.transfer import gather_hf
+from swiftlite.bridge.saving import gather_hf
 from swiftlite.model.gpt import GPTModel
 
 

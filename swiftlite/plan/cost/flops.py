@@ -22,7 +22,7 @@ from swiftlite.bridge.rows import lift, shapes_of
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
-from swiftlite.families.layer import num_pairs
+from swiftlite.families.layer import Layer, num_pairs
 from swiftlite.families.tower import FROZEN, Tower, TrainedParts
 from swiftlite.plan.cost.adapters import adapter_macs
 
@@ -127,36 +127,23 @@ def training_flops(
         UserError: the model_type is unknown.
     """
     architecture = architecture_of(hf_config)
-    hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
-    drafter = architecture.drafter_of(heads)
     passes = _passes_of(architecture, heads_only, trunk_is_read, lora, freeze_llm, indexer_mode)
     of_layers = sum(layer.macs_per_token() for layer in architecture.layers)
     trunk = _PER_MAC * (of_layers + architecture.outside.own_input_macs)
-    mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including its projection
-    adapters, head_adapters = 0, 0
+    of_heads = _of_heads(architecture, heads, passes, lora)
+    adapters = 0
     if lora is not None:
         for number, layer in enumerate(architecture.layers):
             adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
-        head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
     # n * (n + 1) / 2 pairs with two operations each are n ** 2 + n operations.
     pairs: dict[int | None, int] = {}  # by window
-    layers_of_heads = [block] * num_drafts
-    if drafter is not None:
-        layers_of_heads = [*drafter.layers] * drafter.runs
-    computed = [(passes.trunk, layer) for layer in architecture.layers] + [(3, layer) for layer in layers_of_heads]
+    computed = [(passes.trunk, layer) for layer in architecture.layers] + [(3, layer) for layer in of_heads.layers]
     for number, layer in computed:
         window = layer.attention.window
         pairs[window] = pairs.get(window, 0) + number * layer.attention.macs_per_pair()
-    heads_with_indexers = num_drafts if drafter is None else 0
-    index_token, index_pair = _of_indexers(architecture, heads_with_indexers, indexer_mode, heads_only, trunk_is_read)
+    index_token, index_pair = _of_indexers(architecture, of_heads.layers, indexer_mode, heads_only, trunk_is_read)
     square = sum(pairs.values()) + index_pair
-    vocabulary = _PER_MAC * architecture.outside.vocab * hidden
-    of_draft = _PER_MAC * (len(heads.draft_vocab) or architecture.outside.vocab)
-    draft_target = passes.output * of_draft * hidden
-    if architecture.outside.heads_have_output_layers:
-        draft_target = passes.head * of_draft * hidden
-    if drafter is not None:
-        draft_target = of_draft * (passes.output * drafter.output + passes.head * drafter.own_output)
+    vocabulary = _PER_MAC * architecture.outside.vocab * architecture.outside.hidden
     trunk_target = passes.output * vocabulary
     if heads_only or indexer_mode == "indexer_only":
         trunk_target = passes.trunk * vocabulary
@@ -166,13 +153,10 @@ def training_flops(
     item = item_square = 0.0
     if tower is not None and not trunk_is_read:
         item, item_square = tower.macs(trained_parts)
-    of_heads = (passes.head * mtp_layer + head_adapters) * num_drafts + _of_features(heads, hidden)
-    if drafter is not None:
-        of_heads = _PER_MAC * (passes.head * drafter.macs() + drafter.read_macs)
     return Flops(
-        linear=passes.matrix * trunk + adapters + of_heads + index_token + square,
+        linear=passes.matrix * trunk + adapters + of_heads.linear + index_token + square,
         square=square,
-        targets=(trunk_target, *[draft_target] * num_drafts),
+        targets=(trunk_target, *[of_heads.target] * heads.drafts),
         item=_PER_MAC * item,
         item_square=_PER_MAC * item_square,
         windows=tuple((window, _PER_MAC * per_pair) for window, per_pair in pairs.items() if window is not None),
@@ -224,19 +208,49 @@ def _passes_of(
     return _Passes(trunk, matrix, output, head)
 
 
+class _OfHeads(NamedTuple):
+    """FLOPs of MTP heads, or of another drafter.
+
+    Attributes:
+        linear: of matrices per token.
+        target: of an output layer per label of a draft.
+        layers: decoder layers of all drafts, as often as they are computed.
+    """
+
+    linear: int
+    target: int
+    layers: list[Layer]
+
+
+def _of_heads(architecture: Architecture, heads: Heads, passes: _Passes, lora: Lora | None) -> _OfHeads:
+    """Count the FLOPs of training the heads of a run."""
+    hidden, block, drafter = architecture.outside.hidden, architecture.mtp_block, architecture.drafter_of(heads)
+    per_input = _PER_MAC * (len(heads.draft_vocab) or architecture.outside.vocab)
+    if drafter is not None:
+        linear = _PER_MAC * (passes.head * drafter.macs() + drafter.read_macs)
+        target = per_input * (passes.output * drafter.output + passes.head * drafter.own_output)
+        return _OfHeads(linear, target, [*drafter.layers] * drafter.runs)
+    linear = passes.head * _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # including the projection
+    if lora is not None:
+        linear += 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
+    output_passes = passes.head if architecture.outside.heads_have_output_layers else passes.output
+    layers = [block] * heads.drafts
+    return _OfHeads(linear * heads.drafts + _of_features(heads, hidden), output_passes * per_input * hidden, layers)
+
+
 def _of_indexers(
-    architecture: Architecture, num_drafts: int, mode: IndexerMode, heads_only: bool, trunk_is_read: bool
+    architecture: Architecture, of_heads: list[Layer], mode: IndexerMode, heads_only: bool, trunk_is_read: bool
 ) -> tuple[int, int]:
     """Return the FLOPs of all indexers per token, and the multiply-adds per pair of tokens.
 
     A trained indexer also computes the scores of the attention that it learns, half of the operations of attention.
     """
-    of_heads = of_trunk = 1 if mode == "frozen" else 3
+    per_head = of_trunk = 1 if mode == "frozen" else 3
     if heads_only:
         of_trunk = 0 if trunk_is_read else 1
     per_token = per_pair = 0
     passes = [(of_trunk, layer.attention) for layer in architecture.layers]
-    for number, attention in passes + [(of_heads, architecture.mtp_block.attention)] * num_drafts:
+    for number, attention in passes + [(per_head, layer.attention) for layer in of_heads]:
         if attention.indexer is None or attention.indexer.is_shared:
             continue
         shapes = shapes_of(row for row in attention.rows() if row.is_frozen).values()
