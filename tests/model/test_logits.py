@@ -343,12 +343,14 @@ def test_bfloat16_logits(tmp_path, mesh, family):
     """transformers rounds more to bfloat16, so its logits differ. Ours are closer to exact ones.
 
     It rounds the scores of attention in gpt-oss. In MiniMax-M2, it rounds the logits of routers, and queries and keys
-    before they are multiplied by the weights of their norms; vLLM and SGLang do not. In Mixtral, it rounds the logits
-    of routers; in Nemotron-H, the time steps of Mamba-2. It adds the experts of Nemotron-H in float32, so these are
-    left out.
+    before they are multiplied by the weights of their norms; vLLM and SGLang do not. In Mixtral, it rounds
+    the logits of routers; in Nemotron-H, the time steps of Mamba-2. It adds the experts of Nemotron-H in float32, so
+    these are left out.
     """
-    kinds = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
-    directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16, **(kinds if family == "nemotron_h" else {}))
+    options: dict[str, Any] = {}
+    if family == "nemotron_h":
+        options["layers_block_type"] = ["linear_attention", "mlp", "full_attention", "mlp"]
+    directory = make_tiny_hf(tmp_path, family, dtype=torch.bfloat16, **options)
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
         exact = load_transformers(directory, family, torch.float32)(input_ids).logits

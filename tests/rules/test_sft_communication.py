@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from swiftlite import rules
+from swiftlite.families import FAMILIES
 from swiftlite.rules.training import sft_communication
 from tests.messages import mention_each, mentions
 from tests.rules.good import SFT, change_config, problems_of
@@ -191,6 +192,12 @@ def test_shared_experts_that_cannot_overlap(here, no_gpu, config, options, probl
     change_config(**config)
     ((found, _),) = problems(2, moe_shared_expert_overlap=True, **options)
     assert mentions(found, f"--moe_shared_expert_overlap {problem}")
+
+
+def test_shared_experts_next_to_experts_with_latent_states(here, no_gpu):
+    change_config(model_type="nemotron_h", layer_norm_epsilon=1e-5, **FAMILIES["nemotron_h"].tiny)
+    found = [text for text, _ in problems(2, moe_shared_expert_overlap=True, **EP2)]
+    assert any(mentions(text, "--moe_shared_expert_overlap moe_latent_size") for text in found), found
 
 
 def test_adapters_see_the_exchange_of_shared_experts(here, no_gpu):

@@ -99,11 +99,8 @@ def products_of(
     experts = layer.mlp.experts
     for name, size_out, size_in in layer.matrices:
         tokens, ranks, number = float(rank.tokens), rank.tp, 1
-        if (
-            ".router." in name
-            or name.endswith((".gate_weight", "_latent_proj.weight"))
-            or name.startswith("own_input_")
-        ):
+        is_whole = name.endswith((".gate_weight", "_latent_proj.weight")) or name.startswith("own_input_")
+        if ".router." in name or is_whole:
             tokens, ranks = rank.sequence_tokens, 1
         elif name.endswith(".linear_kv_up_proj.weight"):
             tokens *= rank.cp  # each context-parallel rank expands the whole row

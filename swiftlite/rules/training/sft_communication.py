@@ -102,6 +102,11 @@ def shared_experts_can_overlap(args: SftArgs, facts: Facts) -> Iterator[Problem]
         isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.shared_ffn for layer in facts.architecture.layers
     ):
         yield f"{flag} requires shared experts, which the model does not have", "remove it"
+    elif facts.architecture is not None and any(
+        isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.latent for layer in facts.architecture.layers
+    ):
+        # megatron-core would give the latent states to the shared experts.
+        yield f"{flag} does not support experts with latent states (moe_latent_size)", "remove it"
     is_split = args.tensor_model_parallel_size > 1 and args.transformer_impl == "transformer_engine"
     if is_split and args.tuner_type == "lora":
         # The adapter does not see that megatron-core moves the exchange of these layers out of the layer.
