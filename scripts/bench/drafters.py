@@ -105,6 +105,18 @@ def measure(args: argparse.Namespace, directory: Path) -> str:
     return f"{first:>14.1%}  {lengths:<18}{best:>5}{ratios[best]:>8.2f}x"
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """Exit if an earlier call with the same directory had other options, because its results would be reused."""
+    own = {name: str(value) for name, value in vars(args).items() if name not in ("drafters", "output_dir", "until")}
+    stored = args.output_dir / "options.json"
+    if not stored.exists():
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        stored.write_text(json.dumps(own))
+    before = json.loads(stored.read_text())
+    if changed := [f"--{name} {before.get(name)}" for name in own if before.get(name) != own[name]]:
+        sys.exit(f"{args.output_dir} has results with {', '.join(changed)}: give the same options, or another --output_dir")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -118,6 +130,7 @@ def main() -> None:
     parser.add_argument("--torch_dtype", default="float32")
     parser.add_argument("--until", choices=["times", "training", "speed"], default="speed")
     args = parser.parse_args()
+    check_options(args)
     args.config = Path(args.model) / "config.json"
     if args.until == "speed":
         print("drafter    steps  first drafts  tokens/step: 1 2 3  best   speed", flush=True)

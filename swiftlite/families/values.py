@@ -57,6 +57,9 @@ _SIZES = {
     "global_head_dim": (1, 10_000),
     "num_global_key_value_heads": (1, 2_000),
     "top_k_experts": (1, 5_000),
+    "hidden_size_per_layer_input": (0, 10_000),
+    "vocab_size_per_layer_input": (0, 10_000_000),
+    "num_kv_shared_layers": (0, 1_000),
     "index_topk": (1, 10**9),
     "index_topk_freq": (1, 1_000),
     "index_skip_topk_offset": (1, 1_000),
@@ -125,6 +128,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 _FLAGS = (
     "attention_k_eq_v",
     "enable_moe_block",
+    "use_double_wide_mlp",
     "add_swa_attention_sink_bias",
     "add_full_attention_sink_bias",
     "tie_word_embeddings",

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 
 from swiftlite.base.errors import UserError
 from swiftlite.model.attention.cache import Cache
@@ -180,12 +181,14 @@ def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
 
 
 def _check_use(model: GPTModel, cache: Cache) -> None:
-    """Raise UserError if a layer has not stored anything in the cache.
+    """Raise UserError if a layer with attention has not stored anything in the cache.
 
-    In such a layer, tokens of later passes would not see tokens of earlier passes.
+    In such a layer, tokens of later passes would not see tokens of earlier passes. A layer that has only an MLP
+    computes each token by itself.
     """
     for layer in model.decoder.layers:
-        if not cache.is_used_by(layer):
+        has_attention = not isinstance(layer.self_attention, IdentityOp)
+        if has_attention and not cache.is_used_by(layer):
             problem = f"measuring acceptance is not supported: layer {layer.layer_number} has no cache"
             raise UserError(problem, "use --acceptance_samples 0")
 

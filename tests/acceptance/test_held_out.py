@@ -12,7 +12,7 @@ from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance, read_answers
 from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
-from tests.engines.reference import Reference
+from tests.engines.reference import Reference, write_trained
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf
 
@@ -60,6 +60,18 @@ def test_the_file_has_what_an_engine_would_count(trained, model, prompts, mesh, 
     assert (generated["drafts"], generated["drafted"]) == (counts.drafts, counts.drafted)
     accepted = [rate * counts.drafts for rate in generated["acceptance_per_position"]]
     assert accepted == pytest.approx(counts.accepted_per_position)
+
+
+def test_layers_with_one_half_and_a_state_are_continued(mesh, tmp_path):
+    """Nemotron-H has layers without attention, which store nothing, and layers of Mamba-2, which store a state."""
+    prompts = write_trained(tmp_path / "model", "nemotron_h", depth=1)[:3]
+    (model,), _ = open_model(resolve(tmp_path / "model"), mesh, dtype=torch.float32)
+    held_out = make_held_out(mesh, tmp_path / "acceptance.json", prompts, num_drafts=1)
+    held_out.measure("before", [model.eval()], {"eval_mtp_1_acceptance": 0.5})
+    _, counts = Reference.load(tmp_path / "model", "nemotron_h", depth=1).simulate(prompts, NEW_TOKENS, 1)
+    generated = read_acceptance(tmp_path / "acceptance.json")["before"]["generated"]
+    assert (generated["drafts"], generated["drafted"]) == (counts.drafts, counts.drafted)
+    assert 0 < generated["acceptance_rate"] == counts.acceptance_rate
 
 
 def test_channels_and_answers_are_those_of_their_prompts(trained, model, prompts, mesh, tmp_path, monkeypatch):

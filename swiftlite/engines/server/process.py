@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 
 import psutil
@@ -175,5 +176,5 @@ def _is_healthy(url: str) -> bool:
     try:
         with DIRECT.open(f"{url}/health", timeout=30) as response:
             return response.status == 200
-    except OSError:  # not listening, or not healthy yet
+    except (OSError, HTTPException):  # not listening, not healthy yet, or a foreign process without HTTP
         return False

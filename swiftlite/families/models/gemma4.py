@@ -69,21 +69,12 @@ def _check(hf_config: HfConfig) -> None:
 
 def _problems_of_e_models(hf_config: HfConfig) -> list[str]:
     kinds, vocab = kinds_of_layers(hf_config), hf_config.get("vocab_size_per_layer_input")
-    numbers = {key: hf_config.get(key) or 0 for key in ("hidden_size_per_layer_input", "num_kv_shared_layers")}
-    problems = [
-        f"{key} {number!r} is not an integer from 0"
-        for key, number in numbers.items()
-        if not isinstance(number, int) or number < 0
-    ]
-    if problems:
-        return problems
-    size, shared = numbers.values()
+    size, shared = (hf_config.get(key) or 0 for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"))
+    problems = []
     if size and vocab != hf_config["vocab_size"]:
         problems.append(f"vocab_size_per_layer_input {vocab!r} is not vocab_size, {hf_config['vocab_size']}")
     if shared >= len(kinds) or not set(kinds) <= set(kinds[: len(kinds) - shared]):
         problems.append(f"num_kv_shared_layers {shared} leaves a kind of layer (layer_types) without keys and values")
-    if hf_config.get("use_double_wide_mlp") not in (True, False, None):
-        problems.append(f"use_double_wide_mlp {hf_config['use_double_wide_mlp']!r} is not true or false")
     return problems
 
 

@@ -99,8 +99,11 @@ def test_a_server_that_does_not_start_is_quoted(tmp_path):
     assert str(tmp_path / "log") in caught.value.hint
 
 
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nforeign"
+
+
 @contextlib.contextmanager
-def foreign(monkeypatch, attempts=1, is_listening=True, shares=False):
+def foreign(monkeypatch, attempts=1, is_listening=True, shares=False, response=OK):
     """Let another process take the port, for the first attempts, after it was found to be free; yield its port."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
@@ -108,29 +111,32 @@ def foreign(monkeypatch, attempts=1, is_listening=True, shares=False):
         port, found = taken.getsockname()[1], server.free_port
         if is_listening:
             taken.listen()
-            threading.Thread(target=answer, args=(taken,), daemon=True).start()
+            threading.Thread(target=answer, args=(taken, response), daemon=True).start()
         ports = [port] * attempts
         monkeypatch.setattr(server, "free_port", lambda: ports.pop() if ports else found())
         yield port
         taken.close()
 
 
-def answer(listening: socket.socket) -> None:
+def answer(listening: socket.socket, response: bytes) -> None:
     with contextlib.suppress(OSError):  # closed
         while True:
             connection, _ = listening.accept()
             with connection:
                 connection.recv(1000)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nforeign")
+                connection.sendall(response)
 
 
-@pytest.mark.parametrize("kind", ["listens", "is bound", "shares"])
+@pytest.mark.parametrize("kind", ["listens", "speaks SSH", "is bound", "shares"])
 def test_a_server_whose_port_was_taken_gets_another_one(tmp_path, monkeypatch, kind):
-    """The other process responds at /health while the server starts; or it only holds the port; or both listen."""
+    """The other process responds at /health while the server starts, perhaps not in HTTP; or it only holds the port; or
+    both listen.
+    """
     shares = kind == "shares"
     words = ["shares"] if shares else []
+    response = b"SSH-2.0-OpenSSH_9.6\r\n" if kind == "speaks SSH" else OK
     with (
-        foreign(monkeypatch, is_listening=kind != "is bound", shares=shares) as port,
+        foreign(monkeypatch, is_listening=kind != "is bound", shares=shares, response=response) as port,
         start(tmp_path, *words) as running,
         urllib.request.urlopen(running.url, timeout=30) as response,
     ):
