@@ -41,8 +41,9 @@ listed only where it differs from those of the trunk.
 [English](../en/tensors.md)
 
 本页由 `scripts/gen_tensors_doc.py` 根据[权重桥](bridge.md)的行生成。每个家族的第一个表列出一个已发布模型在
-megatron-core 中的参数，以及文件中成为这些参数的张量；N 代表任意数字。其后的表列出该家族其他模型另有的参数。读取和保存使用同样的行。
-没有带头发布的模型在这里有一个新的头。头的解码层（`mtp.layers.N.transformer_layer`）只在与主干不同时列出。
+megatron-core 中的参数，以及文件中成为这些参数的张量；N 代表任意数字。其后的表列出该家族其他模型另有的参数。
+读取和保存使用同样的行。没有带头发布的模型在这里有一个新的头。头的解码层（`mtp.layers.N.transformer_layer`）
+只在与主干不同时列出。
 
 - **concatenated**：一个张量接着一个张量。
 - **by group**：先是每个张量中第一组注意力头的部分，然后是第二组，依此类推。
