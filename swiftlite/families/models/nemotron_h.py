@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from swiftlite.base.heads import REMOVE
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
 from swiftlite.families.absent import NoAttention, NoMlp
@@ -241,8 +242,18 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
 
 
 def _config_of_heads(hf_config: HfConfig, number: int) -> dict[str, Any]:
-    """Return the layers of the heads of a model without experts. Those of other models are the default."""
-    return {f"mtp_{_PATTERN}": "*"} if number and not _has_experts(hf_config) else {}
+    """Return the layers of the heads. Those of a model with experts are the default; keys that state others are
+    changed, because they describe heads that were not published or are replaced.
+    """
+    if not number:
+        return {}
+    built = "*E" if _has_experts(hf_config) else "*"
+    change: dict[str, Any] = {}
+    if built == "*" or hf_config.get(f"mtp_{_PATTERN}"):
+        change[f"mtp_{_PATTERN}"] = built
+    if _kinds_of_heads({**hf_config, **change}) != _kinds({_PATTERN: built}):
+        change[f"mtp_{_KINDS}"] = REMOVE
+    return change
 
 
 NEMOTRON_H = Family(
