@@ -114,7 +114,9 @@ def check_options(args: argparse.Namespace) -> None:
         stored.write_text(json.dumps(own))
     before = json.loads(stored.read_text())
     if changed := [f"--{name} {before.get(name)}" for name in own if before.get(name) != own[name]]:
-        sys.exit(f"{args.output_dir} has results with {', '.join(changed)}: give the same options, or another --output_dir")
+        sys.exit(
+            f"{args.output_dir} has results with {', '.join(changed)}: give the same options, or another --output_dir"
+        )
 
 
 def main() -> None:
