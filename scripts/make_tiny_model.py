@@ -226,6 +226,8 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
         values |= {"moe_intermediate_size": args.hidden_size, **OWN_SIZES[family]}
     else:
         values |= FAMILIES[family].tiny
+    if family == "gemma4_text":
+        values["num_global_key_value_heads"] = num_kv_heads
     if family == "olmo3":
         values["layer_types"] = [("sliding_attention", "full_attention")[n % 2] for n in range(args.num_layers)]
     if family == "nemotron_h":
@@ -380,8 +382,12 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=256, help="a multiple of 64 (default: 256)")
     parser.add_argument("--num_layers", type=int, default=4, help="decoder layers (default: 4)")
     parser.add_argument("--vocab_size", type=int, default=4096, help="entries of the tokenizer (default: 4096)")
+    with_heads = ", ".join(sorted(MTP_NAMES))
     parser.add_argument(
-        "--mtp_num_layers", type=int, default=1, help="native MTP layers, where a family has them (default: 1)"
+        "--mtp_num_layers",
+        type=int,
+        default=1,
+        help=f"native MTP layers of {with_heads}; others have none (default: 1)",
     )
     parser.add_argument("--tie_word_embeddings", action="store_true")
     parser.add_argument("--torch_dtype", choices=["bfloat16", "float32"], default="float32")

@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 
 from swiftlite import families
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import Heads
+from swiftlite.bridge.hf_config import digest_of_trunk, patch
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.families import dense, index
 from swiftlite.families.architecture import has_indexer
@@ -1143,6 +1145,19 @@ def test_which_layers_of_exaone4_have_windows_and_rotary_embeddings():
     assert kinds(sliding_window=None, layer_types=["full_attention"] * 5) == [rotary] * 5
     with pytest.raises(UserError, match=naming("layer_types sliding_window_pattern LLG")):
         kinds(sliding_window_pattern="LLG", layer_types=None)  # transformers cannot read it
+
+
+@pytest.mark.parametrize("kinds", [["mamba", "attention", "moe", "mlp"], ["mamba", "attention", "mlp", "mlp"]])
+@pytest.mark.parametrize("pattern", [None, "*", "*E", "ME"])
+@pytest.mark.parametrize("listed", [None, ["attention", "moe"], ["attention"], ["mamba"]])
+def test_new_heads_of_nemotron_h_replace_the_layers_of_heads_in_config_json(kinds, pattern, listed):
+    config = hf_config("nemotron_h") | {"layers_block_type": kinds}
+    config |= {"mtp_hybrid_override_pattern": pattern, "mtp_layers_block_type": listed}
+    change = families.get(config).config_with(config, Heads(1))
+    patched, _ = patch(config, change)
+    assert families.get(patched)
+    assert patch(patched, families.get(patched).config_with(patched, Heads(1))) == (patched, [])
+    assert digest_of_trunk(patched) == digest_of_trunk(config)
 
 
 def test_sizes_of_heads_of_gemma4():

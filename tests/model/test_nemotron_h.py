@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swiftlite.base.heads import Heads
-from swiftlite.bridge.hf_config import digest_of_trunk, patch, read_config
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.families import index
 from swiftlite.families.rank import Rank
 from swiftlite.model.context_parallel import describe_packed
@@ -75,22 +74,3 @@ def test_time_steps_have_no_lower_limit(tmp_path, mesh):
         unlimited = hf(input_ids, use_cache=False).logits
     torch.testing.assert_close(ours, unlimited, rtol=0, atol=1e-4)
     assert (ours - limited).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(
-    "stated",
-    [
-        {"mtp_hybrid_override_pattern": "*"},
-        {"mtp_layers_block_type": ["mamba"]},
-        {"mtp_layers_block_type": ["attention"], "mtp_hybrid_override_pattern": "M"},
-        {"layers_block_type": [M, P, A, P]},
-    ],
-)
-def test_new_heads_state_their_layers(tmp_path, stated):
-    """A trunk without heads may state other layers of heads than those that are built. They are not its settings."""
-    config = read_config(make_tiny_hf(tmp_path, "nemotron_h")) | stated
-    family = index.FAMILIES["nemotron_h"]
-    with_head, _ = patch(config, family.config_with(config, Heads(layers=1)))
-    family.check(with_head)
-    assert digest_of_trunk(with_head) == digest_of_trunk(config)
-    assert family.config_with(with_head, Heads(layers=1)) == {"num_nextn_predict_layers": 1}

@@ -50,6 +50,13 @@ def test_it_is_whole_and_of_the_family_it_says(tiny):
     )
 
 
+def test_the_smallest_hidden_size_has_one_group_of_heads(script, tmp_path):
+    settings = {"family": "gemma4_text", "hidden_size": 64, "num_layers": 2, "vocab_size": 384, "mtp_num_layers": 1}
+    others = {"output_dir": tmp_path, "tie_word_embeddings": False, "torch_dtype": "float32", "seed": 1}
+    script.make_tiny_model(argparse.Namespace(**settings, **others))
+    assert audit_hf(tmp_path, index.get(read_config(tmp_path), tmp_path)) == []
+
+
 def test_transformers_opens_it_and_random_weights_are_no_constant(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny, trust_remote_code=True)
     logits = model(torch.tensor([[5, 6, 7]])).logits
