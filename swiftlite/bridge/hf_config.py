@@ -46,6 +46,8 @@ _GEMMA3_TEXT = {
 }
 _DEFAULTS = {"gemma3": _GEMMA3_TEXT}
 """Settings that published files do not state under `text_config`, as in transformers' classes, which engines use."""
+_LAYERS_OF_HEADS = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
+"""Keys of Nemotron-H with the kinds of layers in heads."""
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
@@ -248,6 +250,6 @@ def digest_of_trunk(hf_config: Mapping[str, Any]) -> str:
 
     Keys about heads, precision and the program that wrote the file are excluded.
     """
-    others = (*KEYS, "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
+    others = (*KEYS, *_LAYERS_OF_HEADS, "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
     said = {key: value for key, value in hf_config.items() if key not in others}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
