@@ -114,9 +114,10 @@ def with_drafter(hf_config: HfConfig, options: DrafterOptions) -> dict[str, Any]
         declared = {}
     if declared.get("kind") == new["kind"] and new["kind"] in BLOCKS:
         new |= {key: declared[key] for key in dflash.SETTINGS if key in declared}
-    if options.drafter_layers is not None and new["kind"] in BLOCKS:  # otherwise a rule reports the option
+    # A rule reports options of other kinds, and numbers out of bounds.
+    if new["kind"] in BLOCKS and options.drafter_layers in range(1, dflash.MAX_DECODER_LAYERS + 1):
         new[dflash.LAYERS_KEY] = options.drafter_layers
-    if options.markov_rank is not None and new["kind"] == dflash.DSPARK:
+    if new["kind"] == dflash.DSPARK and options.markov_rank in range(1, dflash.MAX_MARKOV_RANK + 1):
         new[dflash.MARKOV_KEY] = options.markov_rank
     if {**declared, "layers": 0} == new:
         return dict(hf_config)

@@ -87,10 +87,11 @@ def check(args: Any, world_size: int = 1) -> list[str]:
 
 def _impossible(problem: str, args: Any, facts: Facts) -> Problem:
     """Return the problem of a value that no model can have, with the option that the value comes from."""
+    run = args.run if isinstance(args, PlannedRun) else args
     for option in ("drafter", "mtp_graft_from"):
-        if problem.startswith(f"{DRAFTER_KEY}: ") and getattr(args, option, None):
-            name, why = f"--{option} {getattr(args, option)}", problem.removeprefix(f"{DRAFTER_KEY}: ")
-            return f"{name} is not supported for --model {args.model}: {why}", "omit it to train MTP heads"
+        if problem.startswith(f"{DRAFTER_KEY}: ") and getattr(run, option, None):
+            name, why = f"--{option} {getattr(run, option)}", problem.removeprefix(f"{DRAFTER_KEY}: ")
+            return f"{name} is not supported for --model {run.model}: {why}", "omit it to train MTP heads"
     where = config_directory(facts.directory) / "config.json"
     return f"--model: {where}: {problem}", "download config.json again"
 

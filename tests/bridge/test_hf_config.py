@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swiftlite.base.errors import UserError
-from swiftlite.bridge.hf_config import REMOVE, dtype_change, patch, read_config, write_patched
+from swiftlite.bridge.hf_config import REMOVE, digest_of_trunk, dtype_change, patch, read_config, write_patched
 from tests.messages import naming
 
 TEXT = """{
@@ -109,3 +109,10 @@ def test_unreadable_config(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(UserError, match=naming("config.json JSON")):
         read_config(tmp_path)
+
+
+def test_the_digest_of_a_trunk_does_not_depend_on_its_heads():
+    trunk = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "attention"], "hidden_size": 64}
+    with_heads = trunk | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*", "dtype": "bfloat16"}
+    assert digest_of_trunk(with_heads) == digest_of_trunk(trunk)
+    assert digest_of_trunk(trunk | {"hidden_size": 128}) != digest_of_trunk(trunk)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
-from swiftlite.args.commands import GkdArgs
+from swiftlite.args.commands import GkdArgs, PlanArgs, PlannedRun
 from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
@@ -157,6 +157,8 @@ DRAFTER = {"drafter": "eagle3.1", "mtp_mode": "heads_only"}
         ({"mtp_mode": "joint"}, "--drafter eagle3.1 --mtp_mode heads_only", "--mtp_mode heads_only"),
         ({"drafter_layers": 2}, "--drafter_layers 2 --drafter dflash dspark", "--drafter dflash"),
         ({"markov_rank": 8}, "--markov_rank 8 --drafter dspark", "--drafter dspark"),
+        ({"drafter": "dspark", "markov_rank": -1}, "--markov_rank -1 1024", ""),
+        ({"drafter": "dflash", "drafter_layers": 33}, "--drafter_layers 33 16", ""),
         (
             {
                 "drafter": "dspark",
@@ -424,3 +426,11 @@ def test_a_block_drafter_reads_a_layer_after_the_first(here, drafter):
     assert mentions(problem, f"--drafter {drafter} --model plain layers")
     assert "config.json" not in problem
     assert "feature_layers" not in problem
+
+
+def test_a_planned_run_names_its_drafter(here):
+    change_config(num_hidden_layers=1)
+    run = dataclasses.replace(SFT, **DRAFTER | {"drafter": "dflash"})
+    ((problem, hint),) = problems_of(PlannedRun(PlanArgs(), run))
+    assert mentions(problem, "--drafter dflash two")
+    assert mentions(hint, "MTP heads")
