@@ -47,7 +47,7 @@ _GEMMA3_TEXT = {
 _DEFAULTS = {"gemma3": _GEMMA3_TEXT}
 """Settings that published files do not state under `text_config`, as in transformers' classes, which engines use."""
 _LAYERS_OF_HEADS = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
-"""Keys of Nemotron-H with the kinds of layers in heads."""
+"""Keys with the kinds of layers in MTP heads of Nemotron-H."""
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 

@@ -224,6 +224,7 @@ DFLASH = Drafter(
     why_not=why_not,
     own_config=own_config,
     sizes=_sizes,
+    is_block=True,
     vllm_trunks=eagle3.VLLM_TRUNKS,
     llamacpp_trunks=eagle3.LLAMACPP_TRUNKS,
 )

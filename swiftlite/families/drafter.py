@@ -151,6 +151,7 @@ class Drafter:
         vllm_method: vLLM's name of the kind; empty: the same.
         needs_plugin: whether vLLM drafts with a class of swiftlite's plugin, and not without it.
         sizes: returns sizes and work of a layer that drafts a number of tokens; None: those of an MTP head.
+        is_block: whether it drafts all tokens in one pass, so that --drafter_layers and --drafter_anchors apply.
         is_fitted: whether `--mtp_init fit_last_layer` can fit new layers (`train/head_fit.py`).
     """
 
@@ -171,6 +172,7 @@ class Drafter:
     vllm_method: str = ""
     needs_plugin: bool = False
     sizes: Callable[["Family", HfConfig, int], DrafterSizes] | None = None
+    is_block: bool = False
     is_fitted: bool = False
 
     @property

@@ -47,6 +47,9 @@ _PUBLISHED = dict.fromkeys(GEMMA4_ASSISTANTS, gemma4_assistant.ASSISTANT)
 SERVED = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.own_config))
 """The kinds with which vLLM and transformers draft."""
 
+BLOCKS = tuple(kind for kind, drafter in DRAFTERS.items() if drafter.is_block)
+"""The kinds of block drafters."""
+
 NEW: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "eagle3": partial(eagle3.declaration, is_normed=False),
     "eagle3.1": partial(eagle3.declaration, is_normed=True),
@@ -109,10 +112,10 @@ def with_drafter(hf_config: HfConfig, options: DrafterOptions) -> dict[str, Any]
     declared = hf_config.get(DRAFTER_KEY)
     if not isinstance(declared, dict):
         declared = {}
-    if declared.get("kind") == new["kind"] and new["kind"] in dflash.KINDS:
+    if declared.get("kind") == new["kind"] and new["kind"] in BLOCKS:
         new |= {key: declared[key] for key in dflash.SETTINGS if key in declared}
     # A rule reports options of other kinds, and numbers out of bounds.
-    if new["kind"] in dflash.KINDS and options.drafter_layers in range(1, dflash.MAX_DECODER_LAYERS + 1):
+    if new["kind"] in BLOCKS and options.drafter_layers in range(1, dflash.MAX_DECODER_LAYERS + 1):
         new[dflash.LAYERS_KEY] = options.drafter_layers
     if new["kind"] == dflash.DSPARK and options.markov_rank in range(1, dflash.MAX_MARKOV_RANK + 1):
         new[dflash.MARKOV_KEY] = options.markov_rank

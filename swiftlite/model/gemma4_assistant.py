@@ -22,8 +22,8 @@ from torch import nn
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.shared_keys import Read
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
-from swiftlite.model.layers.own_inputs import sum_over_sequence_ranks
 from swiftlite.model.layers.recompute import checkpoint
+from swiftlite.model.layers.tensor_parallel import sum_over_sequence_ranks
 
 
 class AssistantLayer(DrafterLayer):

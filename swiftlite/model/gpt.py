@@ -50,7 +50,12 @@ from swiftlite.model.layers.deepstack import Deepstack
 from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.recompute import TransformerBlock
 from swiftlite.model.layers.streamed import StreamedBlock
-from swiftlite.model.layers.tensor_parallel import AddsGradients, ColumnParallelLinear, VocabParallelEmbedding
+from swiftlite.model.layers.tensor_parallel import (
+    AddsGradients,
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    sum_over_sequence_ranks,
+)
 from swiftlite.model.loss.balance import RoutedTokens, routed_tokens
 from swiftlite.model.loss.chunked_loss import (
     EntropyTarget,
@@ -151,9 +156,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if self.heads.kind == MTP:
             self.heads_have_output_layers = outside.heads_have_output_layers
         self.has_score = outside.has_score
-        if self.has_score and self.post_process:  # the whole matrix on each tensor-parallel rank: it has one row
-            self.output_layer = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
-            self.output_layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+        if self.has_score and self.post_process:
+            self.output_layer = self._make_score()
         self.rotary_pos_emb = rotary_pos_emb
         self.tower, self.sent_outputs, self.features = stage.tower, stage.sent_outputs, stage.features
         self.stage_number, self.sharing, self.own_inputs = stage.number, stage.sharing, None
@@ -170,9 +174,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         )
         self._complete_heads()
         if self.tower is not None:
-            for parameter in self.tower.parameters():
-                # Each sequence-parallel rank has the gradient of its part of the row; megatron-core sums the gradients.
-                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            sum_over_sequence_ranks(config, self.tower.parameters())
         self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
         self._returns_matrix_gradient = True
         self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
@@ -180,6 +182,12 @@ class GPTModel(AddsGradients, McoreGPTModel):
     def add_gradients_in_place(self) -> None:
         """Return no gradient of the output matrix to autograd if the loss has added it to `main_grad`."""
         self._returns_matrix_gradient = False
+
+    def _make_score(self) -> nn.Module:
+        """Return the output layer of a reward model. Each tensor-parallel rank has the whole matrix: it has one row."""
+        score = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
+        score.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+        return score
 
     def _complete_heads(self) -> None:
         """Give the heads on this stage what they share with the trunk, or have themselves: norms and output layers."""

@@ -55,7 +55,7 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
         layers = checkpoint.layers
         if args.mtp_mode == "heads_only":
             layers = layers or 1
-    beta = args.mtp_unroll_beta or (dflash.WEIGHT_OF_NEXT if checkpoint.kind in dflash.KINDS else WEIGHT_OF_NEXT)
+    beta = args.mtp_unroll_beta or (dflash.WEIGHT_OF_NEXT if DRAFTERS[checkpoint.kind].is_block else WEIGHT_OF_NEXT)
     heads = Heads(layers, args.mtp_unroll, beta)
     if not layers:
         return heads

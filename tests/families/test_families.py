@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from swiftlite import families
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
-from swiftlite.bridge.hf_config import patch
+from swiftlite.bridge.hf_config import digest_of_trunk, patch
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.families import dense, index
 from swiftlite.families.architecture import has_indexer
@@ -1157,6 +1157,7 @@ def test_new_heads_of_nemotron_h_replace_the_layers_of_heads_in_config_json(kind
     patched, _ = patch(config, change)
     assert families.get(patched)
     assert patch(patched, families.get(patched).config_with(patched, Heads(1))) == (patched, [])
+    assert digest_of_trunk(patched) == digest_of_trunk(config)
 
 
 def test_sizes_of_heads_of_gemma4():

@@ -203,7 +203,7 @@ def test_stock_embedding_ranks_mix_gradients(tmp_path):
 
 
 def without_marks(job: parity.Job) -> list[dict[str, float]]:
-    SequentialMLP.__init__ = StockSequentialMLP.__init__
+    SequentialMLP.__init__ = StockSequentialMLP.__init__  # type: ignore[method-assign]
     return parity.compute(job)
 
 

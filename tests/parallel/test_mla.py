@@ -34,6 +34,7 @@ from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from tests import flash_stand_ins
 from tests.parallel.launch import launch
+from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
 
@@ -182,7 +183,7 @@ SHARED = {
 }
 
 
-@pytest.fixture(scope="module", params=SHARED)
+@pytest.fixture(scope="module", params=some_of(SHARED, "cp2-tp2-sp"))
 def shared(request) -> list[dict[tuple[str, bool], Gradients]]:
     """Return the gradients of one process, and of each rank of a layout."""
     layout = SHARED[request.param]

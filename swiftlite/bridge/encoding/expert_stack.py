@@ -105,7 +105,8 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Example: gate and up projections of 8 experts, 16 tensors [ffn, hidden], become one [8, 2 * ffn, hidden]. Without
     gates, as in Nemotron-H, the stack is that of the up projections.
     """
-    has_gates = any(".experts." in key and key.endswith(".gate_proj.weight") for key in tensors)
+    of_experts = [key for key in tensors if stack_name(key).endswith(".experts.gate_up_proj")]
+    has_gates = not all(key.endswith(".up_proj.weight") for key in of_experts)
     members: dict[str, list[torch.Tensor]] = {}
     for key, tensor in tensors.items():
         members.setdefault(stack_name(key), []).append(tensor)

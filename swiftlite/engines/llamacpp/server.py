@@ -18,7 +18,7 @@ from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.ngram import Ngrams, ngrams_of
 from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.server_command import ServerCommand, api_keys, flags
-from swiftlite.families import dflash
+from swiftlite.families.drafters import BLOCKS
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.llamacpp import KINDS
 from swiftlite.gguf.architectures import metadata_of
@@ -116,7 +116,7 @@ def server_options(
     metadata_of(model.family, model.config, model.heads.layers, kind)  # checks that llama.cpp supports the model
     if numbers.heads:
         require_heads(model, KINDS)
-        if kind in dflash.KINDS and numbers.heads > model.heads.drafts:
+        if kind in BLOCKS and numbers.heads > model.heads.drafts:
             raise UserError(
                 f"--num_speculative_tokens {numbers.heads}: llama.cpp drafts at most the block of this drafter, "
                 f"{model.heads.drafts} tokens",

@@ -70,6 +70,10 @@ def _kinds_of_heads(hf_config: HfConfig) -> list[str]:
     return _kinds({**hf_config, f"mtp_{_KINDS}": None}, "mtp_") or default
 
 
+def _built_in_heads(hf_config: HfConfig) -> list[str]:
+    return [_ATTENTION] + [_MOE] * _has_experts(hf_config)
+
+
 def _check(hf_config: HfConfig) -> None:
     problems = _layer_problems(hf_config)
     dense.refuse(hf_config, problems)  # without which no layer is known
@@ -81,7 +85,7 @@ def _check(hf_config: HfConfig) -> None:
     if not problems and _has_experts(hf_config):
         problems += _expert_problems(hf_config)
     if not problems and hf_config.get("num_nextn_predict_layers"):
-        stated, built = _kinds_of_heads(hf_config), [_ATTENTION] + [_MOE] * _has_experts(hf_config)
+        stated, built = _kinds_of_heads(hf_config), _built_in_heads(hf_config)
         if stated != built:
             problems.append(f"the layers of MTP heads (mtp_{_KINDS}) are {stated}; only {built} is supported")
     dense.refuse(hf_config, problems)
@@ -242,16 +246,13 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
 
 
 def _config_of_heads(hf_config: HfConfig, number: int) -> dict[str, Any]:
-    """Return the layers of the heads. Those of a model with experts are the default; keys that state others are
-    changed, because they describe heads that were not published or are replaced.
-    """
-    if not number:
+    """Return the layers of new heads, if config.json states others. Without experts, the default is another."""
+    built = _built_in_heads(hf_config)
+    if not number or _kinds_of_heads(hf_config) == built:
         return {}
-    built = "*E" if _has_experts(hf_config) else "*"
-    change: dict[str, Any] = {}
-    if built == "*" or hf_config.get(f"mtp_{_PATTERN}"):
-        change[f"mtp_{_PATTERN}"] = built
-    if _kinds_of_heads({**hf_config, **change}) != _kinds({_PATTERN: built}):
+    letters = {kind: letter for letter, kind in _LETTERS.items()}
+    change: dict[str, Any] = {f"mtp_{_PATTERN}": "".join(letters[kind] for kind in built)}
+    if f"mtp_{_KINDS}" in hf_config:  # a list that is not the default precedes the pattern
         change[f"mtp_{_KINDS}"] = REMOVE
     return change
 

@@ -9,7 +9,7 @@ from swiftlite.args.commands import SpeedupArgs
 from swiftlite.base.heads import MTP
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp.info import LLAMACPP
-from swiftlite.families import dflash
+from swiftlite.families.drafters import BLOCKS
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.model import is_gguf
 from swiftlite.improve.resumable import MODEL
@@ -137,7 +137,7 @@ class Commands:
     def _drafter(self, drafter: str) -> list[str]:
         """Return the options of the training for a drafter."""
         if drafter != MTP:
-            is_block = drafter in dflash.KINDS
+            is_block = drafter in BLOCKS
             words = ["--drafter", drafter, "--mtp_unroll", str(BLOCK_DRAFTED if is_block else DRAFTED)]
             return words + (["--drafter_layers", "2", "--drafter_anchors", "0.5"] if is_block else [])
         words = []

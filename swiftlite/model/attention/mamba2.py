@@ -65,8 +65,9 @@ class Mamba2(RecurrentAttention):
         self.conv1d = nn.Conv1d(convolved, convolved, sizes.kernel, groups=convolved)
         self.conv1d.weight = split_over_ranks(torch.empty(convolved, 1, sizes.kernel, dtype=dtype))
         self.conv1d.bias = split_over_ranks(torch.empty(convolved, dtype=dtype))
-        for name in self.exact:
-            self.register_parameter(name, split_over_ranks(torch.empty(heads, dtype=torch.float32)))
+        self.A_log = split_over_ranks(torch.empty(heads, dtype=torch.float32))
+        self.D = split_over_ranks(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = split_over_ranks(torch.empty(heads, dtype=torch.float32))
         self.norm = GatedGroupNorm(config, self.groups, heads * sizes.head_dim)
 
     @property
@@ -95,14 +96,13 @@ class Mamba2(RecurrentAttention):
         mixed_TGC = F.silu(mixed_TC).unflatten(-1, (self.groups, -1))
         input_TGI, write_TGD, read_TGD = mixed_TGC.split([channels, state, state], dim=-1)
         input_TNE = input_TGI.unflatten(-1, (heads, size)).flatten(1, 2)
-        rate_N, skip_N, bias_N = (self.get_parameter(name) for name in self.exact)
-        step_TN = F.softplus(step_TGn.flatten(1).float() + bias_N)
+        step_TN = F.softplus(step_TGn.flatten(1).float() + self.dt_bias)
 
         def scan(*parts: torch.Tensor) -> Any:
             return state_space_scan(*parts, lengths, states)  # pyright: ignore[reportCallIssue]
 
-        read_TNE, behind = self.recomputed(scan, input_TNE, step_TN, -rate_N.exp(), write_TGD, read_TGD)
-        read_TNE = read_TNE + skip_N[:, None] * input_TNE
+        read_TNE, behind = self.recomputed(scan, input_TNE, step_TN, -self.A_log.exp(), write_TGD, read_TGD)
+        read_TNE = read_TNE + self.D[:, None] * input_TNE
         gated_TI = self.norm(read_TNE.flatten(1), gate_TGI.flatten(1))
         return gated_TI, before, behind
 

@@ -4,7 +4,6 @@ Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hid
 layer's input.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from swiftlite.model.layers.output_norms import OutputNormsLayer
-from swiftlite.model.layers.tensor_parallel import VocabParallelEmbedding
+from swiftlite.model.layers.tensor_parallel import VocabParallelEmbedding, sum_over_sequence_ranks
 from swiftlite.model.shared_states import SharedStates
 
 
@@ -98,12 +97,3 @@ class OwnInputLayer(OutputNormsLayer):
         gate = F.gelu(self.own_input_gate(hidden_SBH), approximate="tanh")
         own = self.own_input_projection(gate * attention_mask.inputs[self.layer_number - 1])
         return hidden_SBH + self.own_input_norm(own)
-
-
-def sum_over_sequence_ranks(config: TransformerConfig, parameters: Iterable[nn.Parameter]) -> None:
-    """Let megatron-core sum the gradients of parameters that every tensor-parallel rank has.
-
-    With sequence parallelism, each rank computes the gradient of its part of the row.
-    """
-    for parameter in parameters:
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

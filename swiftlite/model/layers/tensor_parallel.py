@@ -8,6 +8,7 @@ a fusion where possible; the embedding always accumulates directly. A float32 st
 on two CPU cores.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreCo
 from megatron.core.tensor_parallel.layers import RowParallelLinear as McoreRowParallelLinear
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding as McoreVocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 _CHUNK = 2**20
@@ -242,3 +244,12 @@ class _Lookup(torch.autograd.Function):
         main_grad = ctx.weight.main_grad
         main_grad.index_add_(0, row.flatten(), grad_outputs[0].flatten(0, -2).to(main_grad.dtype))
         return None, None
+
+
+def sum_over_sequence_ranks(config: TransformerConfig, parameters: Iterable[nn.Parameter]) -> None:
+    """Let megatron-core sum the gradients of parameters that every tensor-parallel rank has.
+
+    With sequence parallelism, each rank computes the gradient of its part of the row.
+    """
+    for parameter in parameters:
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads
 from swiftlite.families import FAMILIES, dflash
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.drafters import DRAFTERS, are_features
+from swiftlite.families.drafters import BLOCKS, DRAFTERS, are_features
 from swiftlite.families.index import known_architecture
 from swiftlite.families.serving import stock
 from swiftlite.families.serving.index import DRAFT_FOR
@@ -101,8 +101,8 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if args.drafter_layers is not None and args.drafter not in dflash.KINDS:
-        names = " or ".join(dflash.KINDS)
+    if args.drafter_layers is not None and args.drafter not in BLOCKS:
+        names = " or ".join(BLOCKS)
         yield f"--drafter_layers {args.drafter_layers} requires --drafter {names}", "remove it, or add --drafter dflash"
     if args.markov_rank is not None and args.drafter != dflash.DSPARK:
         yield f"--markov_rank {args.markov_rank} requires --drafter dspark", "remove it, or use --drafter dspark"
@@ -110,7 +110,7 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
     if args.mtp_init == "graft" and facts.heads.has_output_layer and (is_other or args.mtp_features):
         other = "--mtp_features" if args.mtp_features else f"--drafter {args.drafter}"
         yield f"{other}: --mtp_graft_from {args.mtp_graft_from} is another drafter", "remove one of the two"
-    if args.drafter_anchors < 1 and facts.heads.kind not in dflash.KINDS:
+    if args.drafter_anchors < 1 and facts.heads.kind not in BLOCKS:
         problem = f"--drafter_anchors {args.drafter_anchors} requires a block drafter"
         yield problem, "remove it, or use --drafter dflash"
     if facts.heads.kind == dflash.DSPARK and not mtp_is_with_losses(layout_of(args)):
