@@ -13,6 +13,7 @@ import torch.distributed as dist
 from swiftlite.args.commands import ExportArgs
 from swiftlite.base.atomic import fsync_tree, sync
 from swiftlite.base.errors import UserError
+from swiftlite.base.heads import MTP
 from swiftlite.base.log import logger
 from swiftlite.export.source import RunSource, read_run
 from swiftlite.export.steps import (
@@ -110,7 +111,9 @@ def _describe(args: ExportArgs, source: RunSource | HfModel) -> str:
         return f"{source.family.name}, from {source.directory}"
     if not args.merge_lora and source.state.base:
         return f"adapters of {source.state.base.model}, from {source.checkpoint}"
-    return f"{source.hf_model.family.name} with {source.heads.layers} MTP layers, from {source.checkpoint}"
+    heads = source.heads
+    drafting = f"{heads.layers} MTP layers" if heads.kind == MTP else heads.name
+    return f"{source.hf_model.family.name} with {drafting}, from {source.checkpoint}"
 
 
 @contextmanager
