@@ -10,7 +10,7 @@ the top level, where all other code reads them.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,9 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
     hf_config = _unwrapped(content)
     key = depth_key(hf_config)
     if key not in hf_config:
-        matches = [_MTP_LAYER.match(name) for name in _tensor_names(hf_dir)]
-        numbers = [int(match.group(1)) for match in matches if match]
-        if numbers:
-            hf_config[key] = max(numbers) + 1
+        depth = _count_heads(_tensor_names(hf_dir))
+        if depth:
+            hf_config[key] = depth
     layers = hf_config.get("layers_block_type")
     if "num_hidden_layers" not in hf_config and isinstance(layers, list):  # of Nemotron 3 Ultra
         hf_config["num_hidden_layers"] = len(layers)
@@ -135,6 +134,18 @@ def has_tensors(hf_dir: Path, prefix: str) -> bool:
     if not names and (hf_dir / TENSORS_FILE).is_file():
         names = list(read_json(hf_dir / TENSORS_FILE))
     return any(name.startswith(prefix) for name in names)
+
+
+def _count_heads(names: Sequence[str]) -> int:
+    """Return the number of MTP heads in a model with these tensors.
+
+    Qwen3-Next's heads are numbered. In Nemotron-H, the numbers are those of the layers of one head,
+    the first of which has a projection.
+    """
+    projections = [name for name in names if name.startswith("mtp.") and name.endswith(".eh_proj.weight")]
+    matches = [_MTP_LAYER.match(name) for name in names]
+    numbers = [int(match.group(1)) for match in matches if match]
+    return len(projections) or max(numbers, default=-1) + 1
 
 
 def _tensor_names(hf_dir: Path) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import REMOVE, digest_of_trunk, dtype_change, patch, read_config, write_patched
 from tests.messages import naming
+from tests.tiny import make_tiny_hf
 
 TEXT = """{
   "architectures": ["Qwen3ForCausalLM"],
@@ -116,3 +117,13 @@ def test_the_digest_of_a_trunk_does_not_depend_on_its_heads():
     with_heads = trunk | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*", "dtype": "bfloat16"}
     assert digest_of_trunk(with_heads) == digest_of_trunk(trunk)
     assert digest_of_trunk(trunk | {"hidden_size": 128}) != digest_of_trunk(trunk)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_heads_that_config_json_does_not_declare_are_counted(tmp_path, family):
+    """In Nemotron-H, `mtp.layers.1` is the second layer of the first head."""
+    directory = make_tiny_hf(tmp_path, family, depth=2)
+    config = json.loads((directory / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    (directory / "config.json").write_text(json.dumps(config))
+    assert read_config(directory)["num_nextn_predict_layers"] == 2
