@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from swiftlite.bridge.rows import Row
+from swiftlite.families.linear_attention import WithoutPairs
 from swiftlite.families.rank import ParameterCount, Rank
 
 
@@ -42,35 +43,18 @@ class _Absent:
 
 
 @dataclass(frozen=True)
-class NoAttention(_Absent):
+class NoAttention(_Absent, WithoutPairs):
     """The attention of a layer that has only an MLP.
 
     Attributes:
         hidden: size of the model's states.
     """
 
-    takes_packed_rows: ClassVar[bool] = True
-    takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = False
 
     hidden: int
 
-    @property
-    def indexer(self) -> None:
-        return None
-
-    @property
-    def window(self) -> None:
-        return None
-
-    @property
-    def rotary(self) -> int:
-        return 0
-
     def gathered(self, rank: Rank) -> int:
-        return 0
-
-    def macs_per_pair(self) -> int:
         return 0
 
 

@@ -15,8 +15,36 @@ CHUNK = 64
 each step grows quadratically."""
 
 
+class WithoutPairs:
+    """Attention in which no pair of tokens has a score: no window, no indexer and no rotary embeddings."""
+
+    needs_sequence_parallel: ClassVar[str] = ""
+    layer_arguments: ClassVar[tuple[str, ...]] = ()
+    takes_packed_rows: ClassVar[bool] = True
+    takes_parts_of_rows: ClassVar[bool] = True
+
+    @property
+    def indexer(self) -> None:
+        return None
+
+    @property
+    def window(self) -> None:
+        return None
+
+    @property
+    def rotary(self) -> int:
+        return 0
+
+    def mcore_config(self) -> dict[str, Any]:
+        """Return no arguments, because the module receives its sizes from this object."""
+        return {}
+
+    def macs_per_pair(self) -> int:
+        return 0
+
+
 @dataclass(frozen=True)
-class GatedDeltaNet:
+class GatedDeltaNet(WithoutPairs):
     """Qwen3-Next's linear attention: a short convolution, the gated delta rule, and a gated norm.
 
     A group of heads is a key head with its query, and `value_heads / key_heads` value heads. Megatron's parameters are
@@ -38,10 +66,6 @@ class GatedDeltaNet:
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
-    needs_sequence_parallel: ClassVar[str] = ""
-    layer_arguments: ClassVar[tuple[str, ...]] = ()
-    takes_packed_rows: ClassVar[bool] = True
-    takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = True
 
     hidden: int
@@ -53,24 +77,8 @@ class GatedDeltaNet:
     hf_is_grouped: bool = True
 
     @property
-    def indexer(self) -> None:
-        return None
-
-    @property
-    def window(self) -> None:
-        return None
-
-    @property
-    def rotary(self) -> int:
-        return 0
-
-    @property
     def tensor_split(self) -> dict[str, int]:
         return {"linear_num_key_heads": self.key_heads}
-
-    def mcore_config(self) -> dict[str, Any]:
-        """Return no arguments, because the module receives its sizes from this object."""
-        return {}
 
     def rows(self) -> list[Row]:
         keys, values = self._widths(Rank())
@@ -118,9 +126,6 @@ class GatedDeltaNet:
         within = CHUNK * (2 * key + (key + value) / 2 + value)
         with_state = 3 * key * value
         return self._matrices(Rank()) + convolution + int(self.value_heads * (within + with_state))
-
-    def macs_per_pair(self) -> int:
-        return 0
 
     def gathered(self, rank: Rank) -> int:
         keys, values = self._widths(rank)

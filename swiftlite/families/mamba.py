@@ -4,16 +4,16 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from swiftlite.bridge.join import InterleaveBlocks
 from swiftlite.bridge.rows import Row, lift
-from swiftlite.families.linear_attention import CHUNK
+from swiftlite.families.linear_attention import CHUNK, WithoutPairs
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(WithoutPairs):
     """The layer of Mamba-2: a short convolution, a state space model, and a gated norm.
 
     The heads of a group have the same B, with which they write to their states, and the same C, with which they read
@@ -32,10 +32,6 @@ class Mamba2:
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
-    needs_sequence_parallel: ClassVar[str] = ""
-    layer_arguments: ClassVar[tuple[str, ...]] = ()
-    takes_packed_rows: ClassVar[bool] = True
-    takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = True
 
     hidden: int
@@ -46,24 +42,8 @@ class Mamba2:
     kernel: int
 
     @property
-    def indexer(self) -> None:
-        return None
-
-    @property
-    def window(self) -> None:
-        return None
-
-    @property
-    def rotary(self) -> int:
-        return 0
-
-    @property
     def tensor_split(self) -> dict[str, int]:
         return {"n_groups": self.groups}
-
-    def mcore_config(self) -> dict[str, Any]:
-        """Return no arguments, because the module receives its sizes from this object."""
-        return {}
 
     def rows(self) -> list[Row]:
         inner, of_groups = self.widths(Rank())
@@ -98,9 +78,6 @@ class Mamba2:
         # Half of each square matrix is zero, but is computed.
         within = CHUNK * (of_groups + inner)
         return self._matrices(Rank()) + convolution + within + 2 * inner * self.state
-
-    def macs_per_pair(self) -> int:
-        return 0
 
     def gathered(self, rank: Rank) -> int:
         inner, of_groups = self.widths(rank)

@@ -157,6 +157,8 @@ class RecurrentAttention(MegatronModule):
     ) -> dict[str, Any]:
         """Return the sharded parameters, with the axis along which tensor-parallel ranks split them."""
         assert metadata is not None
+        missing = {name for name, _ in self.named_parameters(recurse=False)} - {*self.split}
+        assert not missing, f"parameters that a checkpoint would not contain: {missing}"
         own = {name: self.get_parameter(name) for name in self.split}
         state = make_sharded_tensors_for_checkpoint(
             own,
