@@ -215,8 +215,9 @@ def loss_alone(case: Case, settings: Settings, results: Results) -> None:
 def report(case: Case, speed: float, detail: list[str], events: Any, is_cuda: bool, results: Results) -> None:
     """Add a line of measurements and a line of the slowest kernels."""
     rivals = [found for found in read(results.path.parent) if found.name == case.rival]
-    if rivals and " tokens/s" in str(rivals[-1].value):  # otherwise it was skipped, and the value says why
-        detail.append(f"{speed / float(rivals[-1].value.split()[0].replace(',', '')):.2f}x {case.rival}")
+    measured = str(rivals[-1].value) if rivals else ""
+    if " tokens/s" in measured:  # otherwise it was skipped, and the value says why
+        detail.append(f"{speed / float(measured.split()[0].replace(',', '')):.2f}x {case.rival}")
     results.add(case.name, f"{speed:,.0f} tokens/s, {', '.join(detail)}")
     parts = [f"{key} {share:.0%} ({count})" for key, share, count in slowest(events, is_cuda)]
     results.add(f"{case.name}: slowest kernels, calls", "; ".join(parts))
