@@ -307,8 +307,9 @@ class KernelArgs:
     attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "cudnn", "te"] = "auto"
     """sdpa: torch's attention, one call per sequence. flash: one call per packed row, of flash-attn if it is installed,
     else of torch. flash3, flash4: torch's attention with the kernels of flash-attn 3 (Hopper) or 4 (Hopper, Blackwell),
-    which must be installed. cudnn: cuDNN's for long sequences, otherwise like flash. te: Transformer Engine's. auto:
-    cudnn on Hopper GPUs, flash on others, in bfloat16 and if available; else sdpa."""
+    which must be installed. cudnn: cuDNN's for long sequences and, if nvidia-cudnn-frontend is installed, for packed
+    rows, one call per row; otherwise like flash. te: Transformer Engine's. auto: cuDNN's for long sequences on Hopper
+    GPUs, otherwise flash, in bfloat16 and if available; else sdpa."""
     deterministic_mode: bool = False
     """Use deterministic GPU kernels, which are slower: identical runs are bitwise identical. Operations without a
     deterministic kernel end the run. CPU runs are always deterministic."""

@@ -51,6 +51,7 @@ def packages() -> dict[str, tuple[str, ...]]:
     return names | {
         "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
         "flash-attn": ("flash-attn",),
+        "nvidia-cudnn-frontend": ("nvidia-cudnn-frontend",),
         "torchao": ("torchao",),
         "obstore": ("obstore",),
         "modelscope": ("modelscope",),

@@ -55,6 +55,7 @@ class Kernels:
         is_deterministic: whether kernels are deterministic on GPUs as well.
         flash_impl: implementation that torch's attention calls; None: the implementation included in torch.
         prefers_cudnn: whether torch's attention asks cuDNN first for long causal sequences.
+        packs_with_cudnn: whether cuDNN also computes all sequences of a packed row in one call.
     """
 
     transformer_impl: TransformerImpl = "local"
@@ -65,6 +66,7 @@ class Kernels:
     is_deterministic: bool = False
     flash_impl: FlashImpl | None = None
     prefers_cudnn: bool = False
+    packs_with_cudnn: bool = False
 
     def has_flash2(self, context_parallel_size: int) -> bool:
         """Return whether FlashAttention 2 computes attention on Hopper GPUs, where it is slow."""
@@ -85,7 +87,9 @@ class Kernels:
             described["layers"] = "Transformer Engine"
         if self.flash_impl:
             described["attention"] += f", with {_PACKAGES[self.flash_impl]}"
-        if self.prefers_cudnn:
+        if self.packs_with_cudnn:
+            described["attention"] += "; packed rows and long sequences with cuDNN"
+        elif self.prefers_cudnn:
             described["attention"] += "; long sequences with cuDNN"
         if self.is_fused:
             described["fused"] = "RMSNorm, SwiGLU, loss in chunks"
@@ -103,6 +107,7 @@ class Machine:
 
     Attributes:
         capability: compute capability of its GPUs; 0 if unknown.
+        has_cudnn_frontend: whether nvidia-cudnn-frontend is installed, with attention for packed rows.
     """
 
     is_cuda: bool = False
@@ -110,6 +115,7 @@ class Machine:
     packed_kernel: PackedKernel | None = None
     flash_impls: tuple[FlashImpl, ...] = ()
     capability: float = 0.0
+    has_cudnn_frontend: bool = False
 
 
 PLANNED_MACHINE = Machine(
@@ -126,7 +132,8 @@ def this_machine(is_cuda: bool, capability: float = 0.0) -> Machine:
         kernel = "torch_varlen"
     if _has_file("flash_attn", "flash_attn_interface.py"):
         kernel = "flash_attn"
-    return Machine(is_cuda, has_transformer_engine, kernel, tuple(_flash_impls()), capability)
+    has_cudnn_frontend = _has_file("cudnn", "sdpa/fwd/torch_op.py")
+    return Machine(is_cuda, has_transformer_engine, kernel, tuple(_flash_impls()), capability, has_cudnn_frontend)
 
 
 def _flash_impls() -> Iterator[FlashImpl]:
@@ -198,6 +205,8 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
         is_deterministic=args.deterministic_mode,
         flash_impl=flash_impl,
         prefers_cudnn=_prefers_cudnn(args, machine, is_float32, head),
+        # Not by default until it was measured, because other packages install nvidia-cudnn-frontend as well.
+        packs_with_cudnn=args.attention_backend == "cudnn" and machine.has_cudnn_frontend,
     )
 
 

@@ -1,11 +1,12 @@
-"""Run the Python code of flash-attn and of torch's varlen attention on a CPU, with compiled parts replaced by torch
-code.
+"""Run the Python code of flash-attn, of nvidia-cudnn-frontend and of torch's varlen attention on a CPU, with compiled
+parts replaced by torch code.
 
 Tests with these stand-ins check how the packages are called, and what is done with their results and gradients. They do
-not test the kernels. flash-attn's package is in a separate directory, because other packages would use it if it could
+not test the kernels. The packages are in a separate directory, because other packages would use flash-attn if it could
 be imported.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ import torch
 SITE = Path(os.environ.get("SWIFTLITE_FLASH_SITE", Path(sys.prefix) / "flash"))
 
 
-def missing() -> str:
-    """Return why flash-attn's Python code cannot be used here; "" if it can."""
-    return "" if (SITE / "flash_attn").is_dir() else f"flash-attn is not in {SITE} (requirements/flash.txt)"
+def missing(package: str = "flash_attn") -> str:
+    """Return why the Python code of a package cannot be used here; "" if it can."""
+    return "" if (SITE / package).is_dir() else f"{package} is not in {SITE} (requirements/flash.txt)"
 
 
 def install() -> None:
@@ -123,3 +124,47 @@ def torch_on_cpu() -> torch.library.Library:
     library.impl("_flash_attention_forward", aten_forward, "CPU")
     library.impl("_flash_attention_backward", aten_backward, "CPU")
     return library
+
+
+def cudnn_on_cpu() -> torch.library.Library:
+    """Make nvidia-cudnn-frontend importable in this process, permanently, and register its two operations for the CPU
+    until the returned library is destroyed.
+    """
+    sys.path.append(str(SITE))
+    importlib.import_module("cudnn.sdpa.fwd.torch_op")  # which defines the operations
+    library = torch.library.Library("cudnn", "IMPL")
+    library.impl("sdpa_fwd", cudnn_forward, "CPU")
+    library.impl("sdpa_bwd", cudnn_backward, "CPU")
+    return library
+
+
+def cudnn_forward(query, key, value, scale, *others: Any):
+    """Replace cuDNN's forward pass over packed rows (cudnn/sdpa/fwd/torch_op.py of 1.32.0).
+
+    torch drops arguments at the end that have their default value, such as `return_lse`.
+    """
+    *mask, lengths_q, lengths_k, starts, starts_k, longest, longest_k = others
+    assert (lengths_q, lengths_k) == (None, None)
+    check_sequences(query, mask, starts, starts_k, longest, longest_k)
+    out, sums = forward(query, key, value, starts, starts, scale)
+    return out, sums.T[..., None].contiguous()
+
+
+def cudnn_backward(grad, query, key, value, out, sums_BNS1, scale, *others: Any):
+    """Replace cuDNN's backward pass, which reads the log-sum-exp of each sequence [B, heads, longest, 1]."""
+    *mask, starts, starts_k, longest, longest_k = others
+    check_sequences(query, mask, starts, starts_k, longest, longest_k)
+    parts = zip(sums_BNS1.squeeze(-1), starts.diff().tolist(), strict=True)
+    sums = torch.cat([of_sequence[:, :length] for of_sequence, length in parts], 1)
+    return tuple(backward(grad, query, key, value, out, sums, starts, starts, scale))
+
+
+def check_sequences(query, mask, starts, starts_k, longest: int, longest_k: int) -> None:
+    """Check that attention is causal from the first query and key on, without windows and sinks, and that queries and
+    keys have the same sequences, which cover all tokens.
+    """
+    assert mask == [True, False, -1, -1, None]
+    assert starts.dtype is torch.int32
+    assert torch.equal(starts, starts_k)
+    assert starts[-1] == len(query)
+    assert 0 < starts.diff().max() <= longest == longest_k

@@ -21,6 +21,7 @@ CPU = Machine()
 GPU = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_varlen")
 FLASH = dataclasses.replace(GPU, packed_kernel="flash_attn")
 HOPPER = dataclasses.replace(GPU, capability=9.0)
+CUDNN = dataclasses.replace(HOPPER, has_cudnn_frontend=True)
 PLAIN = Machine(is_cuda=True)
 AMPERE = Machine(is_cuda=True, capability=8.0)
 NEWER = dataclasses.replace(GPU, flash_impls=("FA3", "FA4"))
@@ -45,6 +46,13 @@ TE = {"transformer_impl": "transformer_engine"}
             False,
             Kernels(attention="torch_varlen", is_fused=True, has_grouped_experts=True, prefers_cudnn=True),
         ),
+        (
+            {"attention_backend": "cudnn"},
+            CUDNN,
+            False,
+            Kernels("local", "torch_varlen", True, True, prefers_cudnn=True, packs_with_cudnn=True),
+        ),
+        ({}, CUDNN, False, Kernels("local", "torch_varlen", True, True, prefers_cudnn=True)),
         (
             {"attention_backend": "flash"},
             HOPPER,

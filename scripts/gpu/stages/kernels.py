@@ -4,14 +4,16 @@ The kernels are norm, activation, rotations, experts, loss and packed attention.
 reference, relative to the norm of the reference, must be at most 1e-2 in bfloat16 and 1e-4 in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from result import Results, Settings
 
+from swiftlite.model.attention import cudnn
 from swiftlite.model.attention.rope import fused_rotate, rotate
 from swiftlite.model.layers.experts import fused_add_reversed_, grouped_linear
 from swiftlite.model.layers.kernels import modules_of, varlen_kernel
@@ -164,11 +166,27 @@ def check_attention(results: Results, settings: Settings, device: torch.device) 
         kernel = varlen_kernel(newer)
         assert kernel is not None
         compare_attention(results, f"packed attention by {impl}", kernel, device)
+    if settings.device == "cuda" and this_machine(is_cuda=True).has_cudnn_frontend:
+        compare_attention(results, "packed attention by cuDNN", packed_cudnn, device, SIZES[:2])
 
 
-def compare_attention(results: Results, what: str, kernel: Callable[..., torch.Tensor], device: torch.device) -> None:
+def packed_cudnn(query, key, value, starts, *others: Any, scale: float) -> torch.Tensor:
+    return cudnn.attend_packed(query, key, value, tuple(starts.diff().tolist()), scale)
+
+
+SIZES = ((64, 64), (128, 128), (192, 192), (192, 128))
+"""Channels per head of queries and keys, and of values."""
+
+
+def compare_attention(
+    results: Results,
+    what: str,
+    kernel: Callable[..., torch.Tensor],
+    device: torch.device,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+) -> None:
     for lengths in ((1000,), (1, 30, 500), (37,) * 100):
-        for channels, of_values in ((64, 64), (128, 128), (192, 192), (192, 128)):
+        for channels, of_values in sizes:
             shapes = [(sum(lengths), *sizes) for sizes in ((8, channels), (4, channels), (4, of_values))]
             starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
 

@@ -248,6 +248,14 @@ CASES = (
     Case("loss of 8,192 positions", "1.7B", loss_alone),
     Case("1.7B, lognormal, packed", "1.7B", partial(swiftlite, lengths="lognormal"), HEAD),
     Case(
+        "1.7B, lognormal, packed, cuDNN",
+        "1.7B",
+        partial(swiftlite, lengths="lognormal"),
+        HEAD | {"attention_backend": "cudnn"},
+        rival="1.7B, lognormal, packed",
+        needs="cudnn",
+    ),
+    Case(
         "1.7B, lognormal, padded",
         "1.7B",
         partial(swiftlite, lengths="lognormal"),

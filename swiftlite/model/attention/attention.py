@@ -98,6 +98,7 @@ class CoreAttention(MegatronModule):
         prefix: attention kernel with separate forward and backward functions (`kernels.prefix_kernel`); None if the
             selected kernels have no such functions.
         prefers_cudnn: whether cuDNN computes long sequences, see `cudnn.py`.
+        packs_with_cudnn: whether cuDNN computes the sequences of packed rows in one call as well.
         window: number of keys that a query sees: the last ones up to its position; None: all keys up to its position.
             With context parallelism, keys outside of the windows are gathered too, but neither copied nor computed.
         has_sinks: whether each head has a sink (`sinks.py`).
@@ -116,6 +117,7 @@ class CoreAttention(MegatronModule):
         varlen: Callable[..., Any] | None = None,
         prefix: merged_attention.PrefixKernel | None = None,
         prefers_cudnn: bool = False,
+        packs_with_cudnn: bool = False,
         window: int | None = None,
         has_sinks: bool = False,
         **unused: Any,
@@ -137,6 +139,7 @@ class CoreAttention(MegatronModule):
         self.varlen, self.prefix = varlen, prefix
         self.dropout = config.attention_dropout
         self.prefers_cudnn = prefers_cudnn and window is None and not has_sinks and not self.dropout
+        self.packs_with_cudnn = packs_with_cudnn
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         if softmax_scale is None:
@@ -223,8 +226,12 @@ class CoreAttention(MegatronModule):
         """Return the attention [S, B, N, D] of this rank's queries to the keys of the whole row."""
         num_queries = query_SBND.size(0)
         # Between context-parallel ranks, queries see more keys than there are queries, which cuDNN aligns differently.
-        if self.prefers_cudnn and num_queries == key_SBGD.size(0) and num_queries >= LONG * len(segments):
-            lengths = [segment.num_queries for segment in segments]
+        is_for_cudnn = self.prefers_cudnn and num_queries == key_SBGD.size(0)
+        lengths = tuple(segment.num_queries for segment in segments)
+        if is_for_cudnn and self.packs_with_cudnn:
+            query, key, value = (tensor.squeeze(1) for tensor in (query_SBND, key_SBGD, value_SBGD))
+            return cudnn.attend_packed(query, key, value, lengths, self.softmax_scale).unsqueeze(1)
+        if is_for_cudnn and num_queries >= LONG * len(segments):
             sequences = zip(*(tensor.split(lengths) for tensor in (query_SBND, key_SBGD, value_SBGD)), strict=True)
             return torch.cat([cudnn.attend(query, key, value, self.softmax_scale) for query, key, value in sequences])
         if self.prefix is not None and is_for_slices(query_SBND, key_SBGD, segments):

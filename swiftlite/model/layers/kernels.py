@@ -87,7 +87,7 @@ def modules_of(kernels: Kernels, *, norms_round_last: bool = False) -> Modules:
         column, row = linear_classes(low)
     params: dict[str, Any] = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
     if kernels.attention != "te":
-        params["prefers_cudnn"] = kernels.prefers_cudnn
+        params |= {"prefers_cudnn": kernels.prefers_cudnn, "packs_with_cudnn": kernels.packs_with_cudnn}
     return Modules(
         norm=norm,
         norm_returning_input=returning_input(norm),
