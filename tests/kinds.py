@@ -216,6 +216,7 @@ KINDS: dict[str, Kind] = {
     ),
     # adapters
     "lora": device("dense", LORA),
+    "lora 4 layers": device("deeper", LORA),
     "lora dropout": device("dense", f"{LORA} --lora_dropout 0.1"),
     "lora experts": both("experts", LORA),
     "dora": device("dense", f"{LORA} --use_dora true"),

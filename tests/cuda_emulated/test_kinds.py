@@ -281,7 +281,7 @@ def launches_per_layer(emulated: Callable[[str], Found], name: str) -> float:
 
 
 # Operations that would be kernels, of a layer and micro-batch, forward and backward.
-LAUNCHES = {"dense": 34, "experts": 80}
+LAUNCHES = {"dense": 34, "experts": 80, "lora": 86}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -104,23 +104,28 @@ def test_three_axes_that_config_json_does_not_share_out_are_an_error(parameters,
         turns.at(torch.zeros(3, 1, 4, dtype=torch.int64))
 
 
-def test_few_versions_of_the_rotation_are_compiled(monkeypatch):
-    """Queries and keys, three numbers of rows, and gradients on or off require 12 versions, for any number of lengths.
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_few_versions_of_the_rotation_are_compiled(has_norm, monkeypatch):
+    """Queries and keys, one row or several, and gradients on or off require 8 versions, for any number of lengths.
 
     If shapes were fixed, torch's limit of 8 versions would be reached, and torch would stop compiling.
     """
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    rotation = compiled(rope.rotate, static=(3, 1))
+    function, static, others = rope.rotate, (3, 1), ()
+    if has_norm:
+        function, static, others = rope.norm_and_rotate, (3, 1, 1), (1e-6, False)
+    fused, weight = compiled(function, static=static), torch.ones(32)
     with torch.compiler.set_stance("default"):
-        for length, num_rows in ((24, 2), (64, 2), (57, 3), (200, 1), (1000, 1)):
+        for length, num_rows in ((24, 2), (64, 2), (57, 2), (200, 1), (1000, 1)):
             turns = torch.randn(2, length, 1, 1, 32)
             for num_heads in (8, 2):
                 for learns in (True, False):
                     channels = torch.randn(length, num_rows, num_heads, 32, requires_grad=learns)
-                    assert torch.equal(rotation(channels, turns), rope.rotate(channels, turns))
-    assert 0 < counter.frame_count <= 12
+                    tensors = (channels, weight, turns) if has_norm else (channels, turns)
+                    assert torch.equal(fused(*tensors, *others), function(*tensors, *others))
+    assert 0 < counter.frame_count <= 10
 
 
 @pytest.mark.parametrize("is_zero_centered", [False, True])
