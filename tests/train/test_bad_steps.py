@@ -242,6 +242,17 @@ def test_a_resumed_run_skips_the_steps_of_an_unbroken_one(options, mesh, tmp_pat
     assert (state["num_skipped"], state["in_a_row"], len(state["recent"]["loss"])) == (3, 0, 7)
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_nan_never_reaches_a_checkpoint(options, mesh, async_save):
+    """The update of a step is launched before the host reads the gradient norm; the step is not saved before that."""
+    args = options(train_iters=9, save_steps=1, async_save=async_save)
+    with pytest.raises(UserError, match=naming("7 grad_norm nan")):
+        run(args, mesh, {7: NAN})
+    saved = sorted(int(path.name.removeprefix("checkpoint-")) for path in Path(args.output_dir).glob("checkpoint-*"))
+    assert saved == [1, 2, 3, 4, 5, 6][: len(saved)]
+    assert len(saved) >= 6 - async_save  # the run can end before an asynchronous save
+
+
 def test_many_bad_steps_in_a_row_end_the_run(options, mesh, monkeypatch):
     monkeypatch.setattr(bad_steps, "MAX_IN_A_ROW", 2)
     args = options(skip_bad_steps=6.0, train_iters=8, save_steps=1)
