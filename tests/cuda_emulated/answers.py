@@ -209,17 +209,19 @@ def answer_for_the_driver() -> None:
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Compute attention, counted as one kernel per direction, in float32 with one rounding.
 
-    The result has the strides of the query, as those of FlashAttention (`empty_like` in flash_api.cpp) and cuDNN
-    (`alloc_with_matching_layout` in MHA.cpp).
+    The dimensions of the result are in memory in the order of those of the query, as those of FlashAttention
+    (`empty_like` in flash_api.cpp) and cuDNN (`alloc_with_matching_layout` in MHA.cpp).
     """
     repeats = query.size(1) // key.size(1) if enable_gqa else 1
+    order = sorted(range(query.dim()), key=query.stride, reverse=True)
+    place = [order.index(dim) for dim in range(query.dim())]
 
     def compute(query, key, value, *mask):
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         wide = [given.to(torch.promote_types(query.dtype, torch.float32)) for given in (query, key, value)]
         out = _sdpa(*wide, mask[0] if mask else None, dropout_p, is_causal, scale=scale)  # type: ignore[call-arg]
-        return torch.empty_like(query).copy_(out)
+        return out.to(query.dtype).permute(order).contiguous().permute(place)
 
     mask = () if attn_mask is None else (attn_mask,)
     return fused(compute, "scaled_dot_product_attention")(query, key, value, *mask)
