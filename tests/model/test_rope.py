@@ -113,9 +113,8 @@ def test_few_versions_of_the_rotation_are_compiled(has_norm, monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    function, static, others = rope.rotate, (3, 1), ()
-    if has_norm:
-        function, static, others = rope.norm_and_rotate, (3, 1, 1), (1e-6, False)
+    function: Any = rope.norm_and_rotate if has_norm else rope.rotate
+    static, others = ((3, 1, 1), (1e-6, False)) if has_norm else ((3, 1), ())
     fused, weight = compiled(function, static=static), torch.ones(32)
     with torch.compiler.set_stance("default"):
         for length, num_rows in ((24, 2), (64, 2), (57, 2), (200, 1), (1000, 1)):
