@@ -2,7 +2,8 @@
 
 In float32, an engine's answers must be equal with and without drafts, and its number of accepted drafts must equal that
 of the training run. In bfloat16, rounding decides between tokens of equal probability, so only the acceptance rates are
-compared.
+compared. The same holds for llama.cpp in float32, whose heads read another state at the first token of a prompt
+(docs/en/upstream.md).
 """
 
 import json
@@ -52,17 +53,18 @@ def serve(settings: Settings, results: Results, engine: str, dtype: str, counted
         results.add(name, str(error), False, "exit code 0")
         return
     found = json.loads(acceptance.read_text())["engines"][engine]
-    if dtype == "float32":
+    if dtype == "float32" and engine != "llamacpp":
         counts = ("drafted", "accepted")
         is_same = all(found[count] == counted[count] for count in counts)
         results.add(f"{name}: drafts accepted", shown(found), is_same, "as in the training run")
-        same, total = answers_equal(said)
-        results.add(f"{name}: answers equal to those without drafts", f"{same} of {total}", same == total, "all")
     else:
         difference = abs(found["acceptance_rate"] - counted["acceptance_rate"])
         results.add(
             f"{name}: drafts accepted", shown(found), difference <= BOUND, f"rate of the training run within {BOUND}"
         )
+    if dtype == "float32":
+        same, total = answers_equal(said)
+        results.add(f"{name}: answers equal to those without drafts", f"{same} of {total}", same == total, "all")
     results.add(f"{name}: speedup", speed_up(said))
 
 
