@@ -8,7 +8,7 @@
 #   engine   with a real vLLM or SGLang     gpu     needs a GPU
 #   cuda_emulated  every kind of run as on a GPU, on an emulated one; needs g++; prints waits and launches
 #   slow     minutes, and combinations      te      with the Python of Transformer Engine; elsewhere skipped
-#   flash    with the Python of flash-attn; elsewhere skipped
+#   flash    with the Python of flash-attn and nvidia-cudnn-frontend; elsewhere skipped
 #   llmcompressor  with llm-compressor in an environment of its own; elsewhere skipped
 #   lm_eval        with lm-evaluation-harness in an environment of its own; elsewhere skipped
 set -euo pipefail
@@ -30,7 +30,7 @@ case $tier in
     engine | gloo) markers="$tier and not slow" ;;
     slow | gpu) markers=$tier ;;
     te) markers="gloo and not slow" && set -- tests/parallel/test_{kernels,low_precision,adapter_kernels}.py "$@" ;;
-    flash) markers="not slow" && set -- tests/model/test_packed_kernels.py "$@" ;;
+    flash) markers="not slow" && set -- tests/model/test_packed_kernels.py tests/model/test_cudnn.py "$@" ;;
     llmcompressor) markers="not gpu" && set -- tests/export/test_calibrated.py "$@" ;;
     lm_eval) markers="not gpu" && set -- tests/serve/evaluate/test_tasks.py "$@" ;;
     *) die "no tier '$tier'" "one of: unit gloo engine cuda_emulated slow te flash llmcompressor lm_eval gpu, or nothing for all that run without a GPU" ;;
