@@ -187,7 +187,7 @@ def compare_attention(
 ) -> None:
     for lengths in ((1000,), (1, 30, 500), (37,) * 100):
         for channels, of_values in sizes:
-            shapes = [(sum(lengths), *sizes) for sizes in ((8, channels), (4, channels), (4, of_values))]
+            shapes = [(sum(lengths), *each) for each in ((8, channels), (4, channels), (4, of_values))]
             starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
 
             def packed(*qkv: torch.Tensor, starts: torch.Tensor = starts, longest: int = max(lengths)) -> torch.Tensor:
