@@ -65,7 +65,8 @@ from swiftlite.model.loss.chunked_loss import (
     capped,
     chunked_loss,
 )
-from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
+from swiftlite.model.loss.clusters import TokenClusters, with_clusters
+from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, sharing, token_loss
 from swiftlite.model.loss.output_matrix import OutputMatrix
 from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.shared_states import SharedStates
@@ -593,8 +594,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             main: the trunk's loss, if it was already computed; None: compute it here.
         """
         if target is None:
-            heads = enumerate(states.heads_SBH)
-            mtp_logits = [self._whole_logits(hidden_SBH, self._own_output_layer(depth)) for depth, hidden_SBH in heads]
+            mtp_logits = [self._draft_logits(hidden_SBH, depth) for depth, hidden_SBH in enumerate(states.heads_SBH)]
             return Logits(self._whole_logits(states.trunk_SBH), mtp_logits)
         labels = target.of_depths(self.heads.drafts, cu_seqlens)
         weights = list(target.weights or [None] * len(labels))
@@ -654,6 +654,16 @@ class GPTModel(AddsGradients, McoreGPTModel):
             return logits_BSV
         return capped(logits_BSV, self.logits_cap)
 
+    def _draft_logits(self, hidden_SBH: torch.Tensor, depth: int) -> torch.Tensor:
+        """Return logits [B, S, V] of the head that drafts token number `depth` (from 0) at all positions."""
+        logits_BSV = self._whole_logits(hidden_SBH, self._own_output_layer(depth))
+        clusters = self._clusters(depth)
+        if clusters is None:
+            return logits_BSV
+        states_BSA = self.whole_sequence(hidden_SBH).transpose(0, 1)
+        group = sharing(self.pg_collection.tp)
+        return clusters.masked(logits_BSV.flatten(0, 1), states_BSA.flatten(0, 1), group).view_as(logits_BSV)
+
     def _cross_entropy(
         self,
         hidden_SBH: torch.Tensor,
@@ -681,8 +691,24 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if self.loss_in_chunks:
             entropy_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_entropy else None
             target = LabelTarget(selected.label_N, entropy_N)
-            return self._chunked(states_NH, output, target, selected, share_BS)
-        return token_loss(output.logits(states_NH), selected, tp, with_entropy=with_entropy)
+            loss = self._chunked(states_NH, output, target, selected, share_BS)
+        else:
+            loss = token_loss(output.logits(states_NH), selected, tp, with_entropy=with_entropy)
+        return self._with_clusters(loss, states_NH, output, selected, share_BS)
+
+    def _with_clusters(
+        self,
+        loss: TokenLoss,
+        states_NH: torch.Tensor,
+        output: OutputMatrix,
+        selected: Selected,
+        share_BS: torch.Tensor | None,
+    ) -> TokenLoss:
+        """Add the loss of the clusters of tokens, if the output layer has some."""
+        if output.clusters is None:
+            return loss
+        prediction_N = output.most_likely(states_NH, sharing(self.pg_collection.tp))
+        return with_clusters(loss, output.clusters, states_NH, prediction_N, selected, share_BS)
 
     def _chunked(
         self,
@@ -750,7 +776,8 @@ class GPTModel(AddsGradients, McoreGPTModel):
             elif output.frozen_VH is not None:
                 trunk_output = self._drafted_output_matrix()
             states_NH, trunk_NH = self._at_temperature(states_NH), self._at_temperature(trunk_NH)
-            losses.append(self._distillation(states_NH, trunk_NH, selected, output, trunk_output, share_BS))
+            loss = self._distillation(states_NH, trunk_NH, selected, output, trunk_output, share_BS)
+            losses.append(self._with_clusters(loss, states_NH, output, selected, share_BS))
         return losses
 
     def _distillation(
@@ -844,6 +871,12 @@ class GPTModel(AddsGradients, McoreGPTModel):
         head: Any = self.mtp.layers[depth // self.heads.unroll]
         return head.output_layer
 
+    def _clusters(self, depth: int) -> TokenClusters | None:
+        """Return the clusters of tokens of a head with an own output layer; None without any."""
+        if not self.heads_have_output_layers:
+            return None
+        return getattr(self.mtp.layers[depth // self.heads.unroll], "clusters", None)
+
     def head_output_matrix(self, depth: int) -> OutputMatrix:
         """Return the output layer of the head that drafts token number `depth` (from 0), with its Markov head.
 
@@ -853,7 +886,11 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if own is not None:
             weight: Any = own.weight
             return OutputMatrix(
-                lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1), weight, None, self._own_cap
+                lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1),
+                weight,
+                None,
+                self._own_cap,
+                clusters=self._clusters(depth),
             )
         shared = self._drafted_output_matrix()
         if self._markov_output is None:

@@ -15,6 +15,7 @@ from tests.e2e.test_eagle3 import exported
 from tests.e2e.test_stock_drafts import NEW_TOKENS, HostWithoutPlugins, check_counts, counts_of_transformers, report_of
 from tests.e2e.vllm_here import serve
 from tests.engines.gemma4_assistant_reference import (
+    CLUSTERS,
     LAYERS,
     AssistantReference,
     classes_for,
@@ -73,21 +74,26 @@ def test_counts_of_a_trunk_with_towers(family, tmp_path, mesh):
 OPTIONS = "--torch_dtype float32 --mtp_mode heads_only --global_batch_size 8 --lr 3e-3 --split_dataset_ratio 0"
 
 
-@pytest.mark.parametrize("family", some_of(["gemma4_text", "gemma4", "gemma4_unified"], "gemma4"))
-def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(family, commands, dataset):
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    some_of([("gemma4_text", {}), ("gemma4", {}), ("gemma4", CLUSTERS), ("gemma4_unified", {})], ("gemma4", CLUSTERS)),
+)
+def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(family, settings, commands, dataset):
     directory = commands.directory
     trunk = make_trunk(directory / "model", family, with_tokenizer=True)
-    source = make_assistant(directory / "assistant", trunk, torch.bfloat16)
+    source = make_assistant(directory / "assistant", trunk, torch.bfloat16, **settings)
     graft = "--mtp_init graft --mtp_graft_from assistant --mtp_unroll 2 --train_iters 1 --acceptance_samples 0"
     commands.ok(*f"megatron sft --model model --dataset {dataset} {graft} {OPTIONS} --output_dir run".split())
     commands.ok(*"export --to_hf --model run --output_dir hf".split())
     before, after = (load_file(each / "model.safetensors") for each in (source, directory / "hf" / "draft"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert after[name].dtype is tensor.dtype is torch.bfloat16
+        assert after[name].dtype is tensor.dtype
+        assert tensor.dtype is (torch.int64 if name.endswith("token_ordering") else torch.bfloat16)
     changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
     assert changed >= {"model.embed_tokens.weight", "pre_projection.weight", "post_projection.weight"}
-    assert not any(name.endswith("layer_scalar") for name in changed)
+    assert ("masked_embedding.centroids.weight" in changed) == bool(settings)
+    assert not any(name.endswith(("layer_scalar", "token_ordering")) for name in changed)
     for file in ("config.json", "generation_config.json"):
         contents = [json.loads((each / file).read_text()) for each in (source, directory / "hf" / "draft")]
         assert contents[0] == contents[1]
@@ -95,6 +101,11 @@ def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(fami
     loaded: Any = assistant_class.from_pretrained(directory / "hf" / "draft", output_loading_info=True)
     _, loading = loaded
     assert not any(loading.values())
+    commands.ok(*"export --to_hf --model run --output_dir wide --torch_dtype float32".split())
+    wide = load_file(directory / "wide" / "draft" / "model.safetensors")
+    assert {name for name, tensor in wide.items() if tensor.dtype is not torch.float32} == {
+        name for name in before if name.endswith("token_ordering")
+    }
     trunks = [load_file(each / "model.safetensors") for each in (trunk, directory / "hf")]
     assert trunks[0].keys() == trunks[1].keys()
     assert all(torch.equal(tensor, trunks[1][name]) for name, tensor in trunks[0].items())

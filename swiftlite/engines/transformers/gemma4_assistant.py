@@ -132,4 +132,7 @@ class AssistantSteps(DraftSteps):
         (assistant,), (cache,) = self._heads, self._caches
         drafted = assistant(torch.cat((self._embeddings(ids[:, -1:]), self._state), dim=-1), cache)
         self._state = assistant.network.post_projection(drafted)
+        clusters = assistant.network.masked_embedding
+        if clusters is not None:  # only tokens of the selected clusters have logits
+            return clusters(drafted[:, -1:], assistant.output_layer.weight)[:, 0]
         return self._output(assistant, drafted)
