@@ -225,7 +225,8 @@ def _sizes(family: "Family", hf_config: HfConfig, drafts: int) -> DrafterSizes:
         passes=drafts,
         queries=1,
         exceptions={"embed_tokens.": 0},
-        stored=drafts * (2 * hidden + 2 * size),  # inputs of both projections, and of the output norm
+        # Inputs of both projections and of the output norm, and scores of clusters with their logarithms in float32.
+        stored=drafts * (2 * hidden + 2 * size + 4 * clusters_of(hf_config).get("clusters", 0)),
         output=0,
         own_output=size,
         read_macs=sum(size_out * size_in for name, size_out, size_in in read if name.endswith(_QKV)),

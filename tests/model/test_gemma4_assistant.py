@@ -12,7 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.saving import streamed_tensors
 from swiftlite.families.drafters import DrafterOptions, with_drafter
+from swiftlite.families.gemma4_assistant import PREFIX
 from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import Rank
 from swiftlite.families.resolved import own_settings_of, resolve
@@ -191,6 +193,21 @@ def test_a_tensor_that_the_assistant_does_not_have_is_refused(made, mesh, tmp_pa
     save_file(tensors | {"centroids.weight": torch.ones(2)}, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=naming("centroids.weight")):
         load((trunk, other, family), mesh)
+
+
+def test_ids_of_tokens_are_integers(with_clusters, mesh, tmp_path):
+    """They are not cast to the dtype of weights, and files with other numbers are refused."""
+    config = with_drafter(resolve(with_clusters[0]).config, DrafterOptions(own=own_settings_of(with_clusters[1])))
+    name, family = "masked_embedding.token_ordering", resolve(with_clusters[0]).family
+    for dtypes in ("bfloat16", {"lm_head.weight": "bfloat16"}):
+        streamed = streamed_tensors([load(with_clusters, mesh)], family, config, "heads", dtypes=dtypes)
+        found = {key.removeprefix(PREFIX): dtype for key, (dtype, _) in streamed.items()}
+        assert (found.pop(name), *set(found.values())) == (torch.int64, torch.bfloat16)
+    other = shutil.copytree(with_clusters[1], tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file(tensors | {name: tensors[name].float()}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=naming(PREFIX + name)):
+        load((with_clusters[0], other, "gemma4_text"), mesh)
 
 
 def test_a_packed_row_is_its_sequences(made, mesh):

@@ -148,6 +148,12 @@ def test_clusters_of_tokens(gemma):
     clusters = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 3}
     write("assistant", ASSISTANT | clusters)
     rules.check(dataclasses.replace(SFT, **GRAFT), 1)
+    drafter = {"kind": "gemma4_assistant", "layers": 1, "feature_layers": [2, 3], "config": ASSISTANT | clusters}
+    write("trunk", TRUNK | {"drafter": drafter})
+    usual = {"model": "trunk", "mtp_mode": "heads_only"}
+    rules.check(dataclasses.replace(SFT, **usual), 1)
+    problems = problems_of(dataclasses.replace(SFT, **usual, mtp_init="random"))
+    assert mention_each([text for text, _ in problems], ["--mtp_init random use_ordered_embeddings"])
 
 
 def test_another_trunk(gemma):
