@@ -111,8 +111,8 @@ def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(fami
     assert all(torch.equal(tensor, trunks[1][name]) for name, tensor in trunks[0].items())
 
 
-def train(commands: Commands, dataset: Path) -> dict[str, Any]:
-    """Train a new assistant for a trunk that knows the rows, and export it; return the content of acceptance.json."""
+def train(commands: Commands, dataset: Path, source: str) -> dict[str, Any]:
+    """Train an assistant for a trunk that knows the rows, and export it; return the content of acceptance.json."""
     directory = commands.directory
     model = make_trunk(directory / "model", with_tokenizer=True)
     trunk = load_trunk(model)
@@ -121,7 +121,11 @@ def train(commands: Commands, dataset: Path) -> dict[str, Any]:
     tensors = {key: learned[key].contiguous() for key in load_file(model / "model.safetensors")}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
-    new = "--drafter gemma4_assistant --mtp_unroll 2 --train_iters 80 --val_dataset val.jsonl"
+    new = "--drafter gemma4_assistant"
+    if source == "clusters":
+        make_assistant(directory / "assistant", model, **CLUSTERS)
+        new = "--mtp_init graft --mtp_graft_from assistant"
+    new += " --mtp_unroll 2 --train_iters 80 --val_dataset val.jsonl"
     measured = "--acceptance_samples 3 --acceptance_max_new_tokens 12"
     options = OPTIONS.replace(" --split_dataset_ratio 0", "")
     commands.ok(*f"megatron sft --model model --dataset {dataset} {new} {measured} {options} --output_dir run".split())
@@ -132,8 +136,9 @@ def train(commands: Commands, dataset: Path) -> dict[str, Any]:
 @pytest.mark.engine
 @pytest.mark.slow
 @needs_vllm
-def test_a_new_assistant_learns_and_engines_count_what_the_run_counts(vllm_host, commands, dataset):
-    said, directory = train(commands, dataset), commands.directory
+@pytest.mark.parametrize("source", ["new", "clusters"])
+def test_an_assistant_learns_and_engines_count_what_the_run_counts(source, vllm_host, commands, dataset):
+    said, directory = train(commands, dataset, source), commands.directory
     before, after = (said[when]["generated"] for when in ("before", "after"))
     assert after["acceptance_rate"] > before["acceptance_rate"] + 0.2
     usual = "--model hf --torch_dtype float32 --speculative mtp --max_new_tokens 12"

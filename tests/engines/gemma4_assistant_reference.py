@@ -163,12 +163,11 @@ class AssistantReference(Reference):
         return torch.cat([masked(each, output_layer.weight) for each in states_BSA.split(1, dim=1)], dim=1)
 
     def cluster_scores(self, states_BSA: torch.Tensor, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores [B, S, C] of the clusters, without gradient of the states, and the cluster of each
-        token."""
+        """Return the scores [B, S, C] of the clusters, and the cluster of each token."""
         masked = self.assistant.masked_embedding
         members = masked.token_ordering.view(masked.num_centroids, -1)
         places = (members[None, None] == ids_BS[..., None, None]).any(-1)
-        return masked.centroids(states_BSA.detach()), places.int().argmax(-1)
+        return masked.centroids(states_BSA), places.int().argmax(-1)
 
     def trained_logits(
         self, rows_BS: torch.Tensor, hidden_BSH: torch.Tensor, num_drafts: int

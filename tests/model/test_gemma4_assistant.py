@@ -172,7 +172,7 @@ def loss_of(
     if kind == "kl":
         log_p = trunk_logits.log_softmax(-1)
         of_tokens = (log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1)
-    scores, clusters = reference.cluster_scores(states, labels)
+    scores, clusters = reference.cluster_scores(states.detach(), labels)
     return of_tokens + cross_entropy(scores[0], clusters[0], reduction="none")
 
 
