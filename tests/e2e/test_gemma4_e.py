@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.test_eagle3 import exported
 from tests.e2e.test_gemma4_assistant import DRAFT_CLASS
-from tests.e2e.test_stock_drafts import NEW_TOKENS, check_counts, counts_of_transformers, report_of
+from tests.e2e.test_stock_drafts import NEW_TOKENS, counts_of_transformers, report_of
 from tests.e2e.vllm_here import serve
 from tests.engines.gemma4_assistant_reference import CLUSTERS, AssistantReference, config_for, declare, settings_of
 from tests.engines.reference import Reference, write_trained
@@ -45,7 +45,13 @@ def test_counts_of_an_assistant(vllm_host, tmp_path, mesh):
     declare(tmp_path / "model", config_for(settings_of(tmp_path / "model"), **CLUSTERS).to_dict(), SOURCES)
     directory = exported(tmp_path / "model", tmp_path, mesh)
     reference = AssistantReference.load(directory, directory / "draft")
-    counts = check_counts(vllm_host, reference, directory, prompts, 3, DRAFT_CLASS)
+    served = vllm_host.call(partial(serve, directory, prompts, NEW_TOKENS, 3))  # on a CPU, with the plugin
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, 3)
+    assert (served.draft, served.token_ids) == (DRAFT_CLASS, expected)
+    found = (served.counts.drafts, served.counts.accepted_per_position)
+    assert found == (counts.drafts, counts.accepted_per_position)
+    assert counts_of_transformers(directory, prompts, 3) == counts
+    assert counts.accepted_per_position[-1] > 0
     report = vllm_host.call(partial(report_of, directory))
     assert (report.problems, report.draft) == ([], DRAFT_CLASS)
     reference.assistant.masked_embedding.centroid_intermediate_top_k = CLUSTERS["num_centroids"]
