@@ -155,7 +155,7 @@ def clusters_of(hf_config: HfConfig) -> dict[str, int]:
     if not own.get("use_ordered_embeddings"):
         return {}
     numbers = {"clusters": own.get("num_centroids", 2048), "selected": own.get("centroid_intermediate_top_k", 32)}
-    return {"vocab": hf_config["vocab_size"], **numbers}
+    return {"vocab": hf_config.get("vocab_size", 0), **numbers}
 
 
 def features_read(hf_config: HfConfig) -> list[int]:

@@ -37,7 +37,7 @@ class AssistantLayer(DrafterLayer):
         reads: for each decoder layer, the index of the feature from which its keys and values are computed.
         settings: settings of the decoder layers that replace those of `config`, among them `hidden_size`, A.
         norm: class of the output norm.
-        clusters: arguments of `TokenClusters`, if only tokens of selected clusters are drafted.
+        clusters: arguments of `TokenClusters`; empty if all tokens can be drafted.
         trains_state: whether there are later drafts, so that `post_projection` has a gradient.
         options: further arguments of megatron-core's MTP layer.
     """
@@ -51,7 +51,7 @@ class AssistantLayer(DrafterLayer):
         reads: Sequence[int],
         settings: Mapping[str, Any],
         norm: type,
-        clusters: Mapping[str, int] | None,
+        clusters: Mapping[str, int],
         trains_state: bool,
         **options: Any,
     ):
