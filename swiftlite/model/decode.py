@@ -104,9 +104,9 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
     if not model.post_process:
         return torch.cat(states)
     if new.mtp_input_ids is None:
-        outputs = [model.trunk_output_matrix()]
+        outputs = [model.output_layers.of_trunk()]
     else:
-        outputs = [model.head_output_matrix(depth) for depth in range(model.heads.drafts)]
+        outputs = [model.output_layers.of_head(depth) for depth in range(model.heads.drafts)]
     group = sharing(model.pg_collection.tp)
     tokens = []
     for hidden_T1H, output in zip(states, outputs, strict=True):
