@@ -3,6 +3,7 @@
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, Gemma4AssistantForCausalLM
@@ -49,7 +50,8 @@ def test_the_assistant_of_e2b_has_the_published_tensors(tmp_path):
     assert len(found) == 50
     buffers = [name for name in found if name.endswith(("token_ordering", "layer_scalar"))]
     assert sum(prod(shape) for name, shape in found.items() if name not in buffers) == 77_731_328
+    of_theirs: Any = AutoConfig.from_pretrained(tmp_path / "assistant")
     with torch.device("meta"):
-        theirs = Gemma4AssistantForCausalLM(AutoConfig.from_pretrained(tmp_path / "assistant"))
+        theirs = Gemma4AssistantForCausalLM(of_theirs)
     state = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
     assert found == state
