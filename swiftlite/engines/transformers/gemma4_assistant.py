@@ -133,6 +133,8 @@ class AssistantSteps(DraftSteps):
         drafted = assistant(torch.cat((self._embeddings(ids[:, -1:]), self._state), dim=-1), cache)
         self._state = assistant.network.post_projection(drafted)
         clusters = assistant.network.masked_embedding
-        if clusters is not None:  # only tokens of the selected clusters have logits
-            return clusters(drafted[:, -1:], assistant.output_layer.weight)[:, 0]
-        return self._output(assistant, drafted)
+        if clusters is None:
+            return self._output(assistant, drafted)
+        logits = clusters(drafted[:, -1:], assistant.output_layer.weight)[:, 0]
+        # Tokens outside of the selected clusters have the smallest logit. As in vLLM, they are never drawn.
+        return logits.masked_fill(logits == logits.amin(dim=-1, keepdim=True), -torch.inf)
