@@ -6,6 +6,8 @@ At position s, with h the trunk's state after its final norm, and the trunk's em
     x = decoder layer of Gemma 4 (x), several of them, without keys and values of their own
     logits = output layer of the assistant (norm(x))
 
+Assistants of E2B and E4B draft only tokens of the clusters that norm(x) selects (`model/loss/clusters.py`).
+
 The query of each layer has position s. It sees the keys and values up to s of the trunk's last layer with the same kind
 of attention, sliding or full. The next draft reads the embedding of token s + 2, and post_projection (norm(x)) as h;
 its query and its keys are those of the first draft. So the assistant has no state of its own in an engine.
@@ -144,6 +146,18 @@ def layers_of(architecture: Architecture, hf_config: HfConfig) -> list[Layer]:
     return layers
 
 
+def clusters_of(hf_config: HfConfig) -> dict[str, int]:
+    """Return the number of tokens, of their clusters, and of clusters that are selected first; empty without clusters.
+
+    Published assistants of E2B and E4B have clusters (`use_ordered_embeddings`).
+    """
+    own = hf_config[DRAFTER_KEY][OWN_CONFIG_KEY]
+    if not own.get("use_ordered_embeddings"):
+        return {}
+    numbers = {"clusters": own.get("num_centroids", 2048), "selected": own.get("centroid_intermediate_top_k", 32)}
+    return {"vocab": hf_config.get("vocab_size", 0), **numbers}
+
+
 def features_read(hf_config: HfConfig) -> list[int]:
     """Return, for each layer of the assistant, the index in `Heads.features` of the layer whose keys it reads."""
     kinds = kinds_of_layers(hf_config)
@@ -184,6 +198,11 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
         Row("final_layernorm.weight", {"model.norm.weight": (size,)}),
         Row("output_layer.weight", embedding, PadEnd()),
     ]
+    if clusters := clusters_of(hf_config):
+        centroids = {"masked_embedding.centroids.weight": (clusters["clusters"], size)}
+        tokens = {"masked_embedding.token_ordering": (clusters["vocab"],)}
+        rows.append(Row("clusters.centroids.weight", centroids))
+        rows.append(Row("clusters.token_ordering", tokens, is_frozen=True, is_integer=True))
     for number, own in enumerate(layers_of(family.architecture(hf_config), hf_config)):
         rows += lift(_trained(own.rows()), f"decoder_layer_{number}.", f"model.layers.{number}.")
     return lift(rows, f"mtp.layers.{layer}.", PREFIX)
@@ -206,7 +225,8 @@ def _sizes(family: "Family", hf_config: HfConfig, drafts: int) -> DrafterSizes:
         passes=drafts,
         queries=1,
         exceptions={"embed_tokens.": 0},
-        stored=drafts * (2 * hidden + 2 * size),  # inputs of both projections, and of the output norm
+        # Inputs of both projections and of the output norm, and scores of clusters with their logarithms in float32.
+        stored=drafts * (2 * hidden + 2 * size + 4 * clusters_of(hf_config).get("clusters", 0)),
         output=0,
         own_output=size,
         read_macs=sum(size_out * size_in for name, size_out, size_in in read if name.endswith(_QKV)),
@@ -225,11 +245,7 @@ def _problems(hf_config: HfConfig) -> list[str]:
     for key, values in _NEUTRAL.items():
         if text.get(key) not in values:
             problems.append(f"{key} {text.get(key)!r} is not supported; it can only be {values[0]!r}")
-    if config.get("use_ordered_embeddings"):
-        problems.append(
-            "use_ordered_embeddings is not supported, which published assistants of E2B and E4B have; "
-            "--drafter gemma4_assistant creates one without it"
-        )
+    problems += _cluster_problems(hf_config)
     if not config.get("tie_word_embeddings", True):
         problems.append("tie_word_embeddings is not true")
     for key, found, wanted in (
@@ -248,6 +264,18 @@ def _problems(hf_config: HfConfig) -> list[str]:
     if declared.get("layers") not in (0, 1):
         problems.append("layers is not 0 or 1")
     return problems
+
+
+def _cluster_problems(hf_config: HfConfig) -> list[str]:
+    clusters = clusters_of(hf_config)
+    if not clusters:
+        return []
+    vocab, number, selected = clusters.values()
+    if not isinstance(number, int) or number < 1 or vocab % number:
+        return [f"num_centroids {number!r} does not divide the vocabulary of {vocab} tokens"]
+    if not isinstance(selected, int) or not 1 <= selected <= number:
+        return [f"centroid_intermediate_top_k {selected!r} is not between 1 and num_centroids {number}"]
+    return []
 
 
 ASSISTANT = Drafter(

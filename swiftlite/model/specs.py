@@ -445,6 +445,7 @@ def _assistant_layer(parts: DrafterParts) -> ModuleSpec:
             "reads": gemma4_assistant.features_read(parts.hf_config),
             "settings": _NEUTRAL | settings,
             "norm": parts.modules.norm,
+            "clusters": gemma4_assistant.clusters_of(parts.hf_config),
             "trains_state": parts.heads.unroll > 1,
         },
     )
