@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.placement import global_name
 from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.families.drafters import DrafterOptions, with_drafter
