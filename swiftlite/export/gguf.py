@@ -94,7 +94,7 @@ def _check_with_server(args: ExportArgs, model: HfModel, file: Path) -> None:
     prompts = load_prompts(args.val_dataset)[:MAX_PROMPTS] if args.val_dataset else []
     checked = check_file(words, file, template, prompts)
     if has_draft_file(model):
-        load(words, file, draft_architecture_of(model.family, model.config).name, draft_file_of(file))
+        load(words, file, draft_architecture_of(model.family, model.config).method, draft_file_of(file))
     if checked.problems:
         lines = "\n  ".join(checked.problems[:10])
         raise UserError(f"llama.cpp reads {file.name} differently:\n  {lines}", "nothing was written")

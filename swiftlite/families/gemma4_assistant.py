@@ -260,5 +260,6 @@ ASSISTANT = Drafter(
     own_prefix=PREFIX,
     published=published,
     vllm_trunks=TRUNKS,
+    llamacpp_trunks=TRUNKS,
     vllm_method="mtp",
 )

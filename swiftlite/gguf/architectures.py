@@ -20,7 +20,8 @@ from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
-from swiftlite.families.serving.llamacpp import ARCHITECTURES, TRUNKS
+from swiftlite.families.serving.llamacpp import ARCHITECTURES, FAMILIES_RUN, TRUNKS
+from swiftlite.gguf import gemma4
 from swiftlite.gguf.tensors import IDLE_EXPERT, Conversion, Naming, conversions
 
 HfConfig = Mapping[str, Any]
@@ -40,11 +41,17 @@ class GgufArchitecture:
         name: value of general.architecture.
         naming: names of its tensors.
         metadata: returns the keys of this architecture, without its name, in addition to those of all architectures.
+        constants: returns tensors of which no Hugging Face tensor is the source.
+        has_heads: whether its graph drafts with MTP heads.
+        has_windows: whether its layers can have sliding windows.
     """
 
     name: str
     naming: Naming
     metadata: Callable[[Family, HfConfig], Metadata]
+    constants: Callable[[Family, HfConfig], list[Conversion]] = lambda family, hf_config: []
+    has_heads: bool = True
+    has_windows: bool = False
 
 
 def _experts(kind: MixtureOfExperts) -> Metadata:
@@ -185,8 +192,9 @@ RECORDS = (
     GgufArchitecture("qwen3next", Naming(_POST_NORM, joins_decays=True), _hybrid),
     GgufArchitecture("qwen35", Naming(_POST_NORM, tiles_values=True), _qwen35),
     GgufArchitecture("qwen35moe", Naming(_POST_NORM, tiles_values=True), _qwen35),
-    GgufArchitecture("llama", Naming(pairs_channels=True), _no_more),
-    GgufArchitecture("qwen3", Naming(), _no_more),
+    GgufArchitecture("llama", Naming(pairs_channels=True), _no_more, has_heads=False),
+    GgufArchitecture("qwen3", Naming(), _no_more, has_heads=False),
+    GgufArchitecture("gemma4", Naming(), gemma4.trunk_metadata, gemma4.constants, has_heads=False, has_windows=True),
 )
 
 
@@ -199,11 +207,9 @@ def architecture_of(family: Family, kind: str = MTP) -> GgufArchitecture:
     Raises:
         UserError: llama.cpp does not run the family.
     """
-    name = ARCHITECTURES.get(family.name)
-    if kind != MTP:
-        name = TRUNKS.get(family.name, name)
+    name = (FAMILIES_RUN if kind == MTP else ARCHITECTURES | TRUNKS).get(family.name)
     if name is None:
-        supported = ", ".join(sorted(ARCHITECTURES))
+        supported = ", ".join(sorted(FAMILIES_RUN))
         raise UserError(f"GGUF files are not supported for {family.name}", f"supported families: {supported}")
     return architecture_named(name)
 
@@ -231,7 +237,7 @@ def metadata_of(family: Family, hf_config: HfConfig, heads: int, kind: str = MTP
         UserError: llama.cpp does not support a setting of config.json.
     """
     architecture = architecture_of(family, kind)
-    if problems := list(_problems(family, hf_config, heads)):
+    if problems := list(_problems(family, hf_config, heads, architecture)):
         raise UserError(f"llama.cpp does not support this {family.name} model:\n  " + "\n  ".join(problems))
     layers = hf_config["num_hidden_layers"]
     metadata: Metadata = {
@@ -267,14 +273,20 @@ def conversions_of(family: Family, hf_config: HfConfig, heads: int, architecture
     Args:
         heads: number of MTP heads.
     """
-    return conversions(family, hf_config, heads, architecture.naming)
+    return [*conversions(family, hf_config, heads, architecture.naming), *architecture.constants(family, hf_config)]
 
 
-def _problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
+def _problems(family: Family, hf_config: HfConfig, heads: int, architecture: GgufArchitecture) -> Iterator[str]:
     """Yield a line for each setting that llama.cpp does not support."""
-    if heads > 1:
+    if heads and not architecture.has_heads:
+        yield (
+            f"MTP heads, which its architecture {architecture.name} does not have; export the run with --mtp strip, or "
+            "use --infer_backend vllm or transformers"
+        )
+    elif heads > 1:
         yield f"{heads} MTP heads; only one is supported. With --mtp_unroll, one head drafts several tokens"
-    if any(attention.window is not None for attention in family.architecture(hf_config).attentions):
+    has_windows = any(attention.window is not None for attention in family.architecture(hf_config).attentions)
+    if has_windows and not architecture.has_windows:
         yield f"sliding_window {hf_config['sliding_window']}"
     if (kind := dense.rope_parameters(hf_config).get("rope_type", "default")) not in _ROPE_TYPES:
         yield f"rope_type {kind!r}; supported: {', '.join(_ROPE_TYPES)}"

@@ -18,7 +18,7 @@ from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.layer import Layer
 from swiftlite.families.linear_attention import GatedDeltaNet
-from swiftlite.families.mlp import Mlp
+from swiftlite.families.mlp import Mlp, is_gated
 from swiftlite.gguf.transforms import (
     AddOne,
     Chain,
@@ -42,10 +42,20 @@ _MODEL = {
     "embedding.word_embeddings.weight": ("token_embd.weight",),
     "decoder.final_layernorm.weight": ("output_norm.weight",),
     "output_layer.weight": ("output.weight",),
+    "own_inputs.word_embeddings.weight": ("per_layer_token_embd.weight",),
+    "own_inputs.projection.weight": ("per_layer_model_proj.weight",),
+    "own_inputs.norm.weight": ("per_layer_proj_norm.weight",),
 }
 _LAYER = {
     "input_layernorm.weight": ("attn_norm.weight",),
     "pre_mlp_layernorm.weight": ("ffn_norm.weight",),
+    "post_attention_layernorm.weight": ("post_attention_norm.weight",),
+    "post_mlp_layernorm.weight": ("post_ffw_norm.weight",),
+    "layer_scalar": ("layer_output_scale.weight",),
+    # an input of the layer in addition to the state
+    "own_input_gate.weight": ("inp_gate.weight",),
+    "own_input_projection.weight": ("proj.weight",),
+    "own_input_norm.weight": ("post_norm.weight",),
     # attention
     "self_attention.linear_qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
     "self_attention.linear_qkv.bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
@@ -76,6 +86,15 @@ _LAYER = {
     "mlp.shared_experts.linear_fc1.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
     "mlp.shared_experts.linear_fc2.weight": ("ffn_down_shexp.weight",),
     "mlp.shared_experts.gate_weight": ("ffn_gate_inp_shexp.weight",),
+    # experts next to an MLP
+    "mlp.dense.linear_fc1.weight": ("ffn_gate.weight", "ffn_up.weight"),
+    "mlp.dense.linear_fc2.weight": ("ffn_down.weight",),
+    "mlp.dense_norm.weight": ("ffn_norm.weight",),
+    "mlp.dense_output_norm.weight": ("post_ffw_norm_1.weight",),
+    "mlp.experts_norm.weight": ("pre_ffw_norm_2.weight",),
+    "mlp.experts_output_norm.weight": ("post_ffw_norm_2.weight",),
+    "mlp.router.input_norm.weight": ("ffn_gate_inp.scale",),
+    "mlp.router.expert_scale": ("ffn_down_exps.scale",),
 }
 _EXPERTS = {
     "linear_fc1.weight": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -189,9 +208,9 @@ def layer_conversions(
         elif naming.pairs_channels and name.startswith("self_attention.linear_qkv."):
             yield Conversion(tuple(row.hf), _prefixed(begin, _LAYER[name]), _paired(row, layer))
         else:
-            yield _plain(row, _names(name, naming), begin, family)
+            yield _plain(row, _in_layer(layer, name, _names(name, naming)), begin, family)
     for name, expert_rows in experts.items():
-        for index, gguf in enumerate(_EXPERTS[name]):
+        for index, gguf in enumerate(_in_layer(layer, name, _EXPERTS[name])):
             yield Conversion(tuple(list(row.hf)[index] for row in expert_rows), (begin + gguf,), Stack())
     if layer.mlp.experts and naming.idle_shared and not any("shared" in row.mcore for row in rows):
         yield _zero_mlp(begin, "_shexp", (), layer.attention.hidden)
@@ -223,6 +242,18 @@ def _names(name: str, naming: Naming) -> tuple[str, ...]:
     if found is None:
         raise UserError(f"llama.cpp has no tensor for {name}", "use another --infer_backend")
     return found
+
+
+def _in_layer(layer: Layer, name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names without those of matrices that the layer does not have: of keys and values, or of gates."""
+    attention = layer.attention
+    if name == "self_attention.linear_qkv.weight" and isinstance(attention, GroupedQueryAttention):
+        if attention.key_layer is not None:
+            return names[:1]
+        return names[:2] if attention.keys_are_values else names
+    if name.endswith("linear_fc1.weight") and not is_gated(getattr(layer.mlp, "activation", "")):
+        return names[1:]
+    return names
 
 
 def _plain(row: Row, gguf: tuple[str, ...], begin: str, family: Family) -> Conversion:

@@ -158,6 +158,23 @@ class Zeros:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A GGUF vector of numbers that no Hugging Face tensor corresponds to.
+
+    Attributes:
+        numbers: the numbers.
+    """
+
+    numbers: tuple[float, ...]
+
+    def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.tensor(self.numbers)]
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return []
+
+
+@dataclass(frozen=True)
 class Chain:
     """Several transforms, one after the other."""
 

@@ -10,11 +10,35 @@ also follows two faults of llama.cpp b11549 (docs/en/upstream.md), which change 
   the first of these tokens is computed from the state of the last rejected draft.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 
 from tests.engines.reference import Reference
+
+
+class HalfGelu(torch.nn.Module):
+    """GELU as ggml computes it on a CPU: it reads the result from a table by the input in float16, also in float32."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        read = torch.nn.functional.gelu(inputs.half().float(), approximate="tanh").half().float()
+        return torch.where(inputs.abs() < 10, read, inputs.clamp(min=0))
+
+
+@contextmanager
+def half_gelu() -> Iterator[None]:
+    """Let models of transformers that are built have `HalfGelu`."""
+    functions: Any = ACT2FN
+    before = dict.__getitem__(functions, "gelu_pytorch_tanh")
+    functions["gelu_pytorch_tanh"] = HalfGelu
+    try:
+        yield
+    finally:
+        functions["gelu_pytorch_tanh"] = before
 
 
 @dataclass(frozen=True)
