@@ -141,6 +141,10 @@ CANNOT_DRAFT = {
 """Families whose heads an engine cannot use for drafting."""
 ONLY_IN_TRANSFORMERS = ("exaone4_5", "kimi_k25", "mistral3", "step3p7")
 """Families whose heads only transformers uses for drafting."""
+LLAMACPP_SIZES: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+}
+"""Sizes of tiny models that llama.cpp runs, where others have layers that it does not have next to each other."""
 ONLY_IN_VLLM = ("gemma3", *GEMMA4, "nemotron_h", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")

@@ -70,7 +70,8 @@ def _quantize(model: HfModel, file: Path, gguf_type: str) -> None:
     whole = file.with_name(f".{file.name}.bf16")
     write_gguf(model, whole, "bf16")
     _check_numbers(model, whole, "bf16")
-    layers = range(model.config["num_hidden_layers"], model.config["num_hidden_layers"] + model.heads.layers)
+    first_head = model.family.architecture(model.config).outside.num_layers
+    layers = range(first_head, first_head + model.heads.layers)
     kept: list[str] = []
     for layer in layers:
         kept += ["--tensor-type", f"blk\\.{layer}\\.=q8_0"]

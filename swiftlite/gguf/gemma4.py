@@ -8,7 +8,6 @@ which only full attention uses: channels that it does not rotate have a divisor 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from swiftlite.base.errors import UserError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
@@ -28,17 +27,8 @@ _ROPE_TYPES = (("default",), ("default", "proportional"))
 
 
 def trunk_metadata(family: Family, hf_config: HfConfig) -> Metadata:
-    """Return the keys of a trunk that other architectures do not have, or have with other values.
-
-    Raises:
-        UserError: llama.cpp does not support a setting.
-    """
+    """Return the keys of a trunk that other architectures do not have, or have with other values."""
     architecture = family.architecture(hf_config)
-    if problems := list(_problems(architecture)):
-        raise UserError(
-            f"llama.cpp does not support this {family.name} model:\n  " + "\n  ".join(problems),
-            "use --infer_backend vllm or transformers",
-        )
     mlps = [_dense(layer) for layer in architecture.layers]
     metadata: Metadata = {
         **_attention_metadata(architecture, architecture.layers),
@@ -119,7 +109,9 @@ def _attention_metadata(architecture: Architecture, layers: Sequence[Layer]) -> 
     }
 
 
-def _problems(architecture: Architecture) -> Iterator[str]:
+def problems(family: Family, hf_config: HfConfig) -> Iterator[str]:
+    """Yield a line for each setting that llama.cpp does not support."""
+    architecture = family.architecture(hf_config)
     kinds = _attentions(architecture.layers)
     if all(kind.window is None for kind in kinds):
         yield f"layer_types has no {KINDS[0]!r}"

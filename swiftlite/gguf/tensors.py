@@ -14,10 +14,12 @@ from typing import Any
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
+from swiftlite.families.absent import NoAttention
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.layer import Layer
 from swiftlite.families.linear_attention import GatedDeltaNet
+from swiftlite.families.mamba import Mamba2
 from swiftlite.families.mlp import Mlp, is_gated
 from swiftlite.gguf.transforms import (
     AddOne,
@@ -25,6 +27,7 @@ from swiftlite.gguf.transforms import (
     Copy,
     NegativeExp,
     Reorder,
+    Reshape,
     SplitKeysAndValues,
     Squeeze,
     Stack,
@@ -34,7 +37,8 @@ from swiftlite.gguf.transforms import (
 
 HfConfig = Mapping[str, Any]
 
-_ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
+_ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "ssm_norm.weight")
+_ALWAYS_FLOAT32 += ("ssm_a", "ssm_d")
 IDLE_EXPERT = 32
 """Width of an expert of zeros, the smallest block of a quantized row."""
 
@@ -77,12 +81,18 @@ _LAYER = {
     "self_attention.dt_bias": ("ssm_dt.bias",),
     "self_attention.norm.weight": ("ssm_norm.weight",),
     "self_attention.out_proj.weight": ("ssm_out.weight",),
+    # Mamba-2
+    "self_attention.in_proj_zxbcdt.weight": ("ssm_in.weight",),
+    "self_attention.conv1d.bias": ("ssm_conv1d.bias",),
+    "self_attention.D": ("ssm_d",),
     # MLP
     "mlp.linear_fc1.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "mlp.linear_fc2.weight": ("ffn_down.weight",),
     # mixture of experts
     "mlp.router.weight": ("ffn_gate_inp.weight",),
     "mlp.router.expert_bias": ("exp_probs_b.bias",),
+    "mlp.fc1_latent_proj.weight": ("ffn_latent_down.weight",),
+    "mlp.fc2_latent_proj.weight": ("ffn_latent_up.weight",),
     "mlp.shared_experts.linear_fc1.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
     "mlp.shared_experts.linear_fc2.weight": ("ffn_down_shexp.weight",),
     "mlp.shared_experts.gate_weight": ("ffn_gate_inp_shexp.weight",),
@@ -201,6 +211,11 @@ def layer_conversions(
             experts.setdefault(match[1], []).append(row)
         elif isinstance(layer.attention, GatedDeltaNet) and name.startswith("self_attention."):
             yield _delta_net(row, name, begin, layer.attention, naming)
+        elif isinstance(layer.attention, Mamba2) and name.startswith("self_attention."):
+            transform = _mamba_transform(name.removeprefix("self_attention."), layer.attention)
+            yield Conversion(tuple(row.hf), _prefixed(begin, _LAYER[name]), transform, row.is_exact)
+        elif isinstance(layer.attention, NoAttention) and name == "pre_mlp_layernorm.weight":
+            yield _plain(row, _LAYER["input_layernorm.weight"], begin, family)
         elif isinstance(layer.attention, LatentAttention) and name == "self_attention.linear_kv_up_proj.weight":
             attention = layer.attention
             split = SplitKeysAndValues(attention.heads, attention.qk_nope_head_dim, attention.v_head_dim)
@@ -332,6 +347,18 @@ def _delta_transform(part: str, row: Row, kind: GatedDeltaNet, naming: Naming) -
         case "out_proj.weight":
             return Reorder(1, channels, (len(channels),), (len(channels),))
     return Copy()
+
+
+def _mamba_transform(name: str, kind: Mamba2) -> Transform:
+    heads, inner = kind.heads, kind.heads * kind.head_dim
+    per_head = Reshape((heads,), (heads, 1))
+    transforms: dict[str, Transform] = {
+        "conv1d.weight": Squeeze(),
+        "A_log": Chain((NegativeExp(), per_head)),
+        "D": per_head,
+        "norm.weight": Reshape((inner,), (kind.groups, inner // kind.groups)),
+    }
+    return transforms.get(name, Copy())
 
 
 def _value_heads(kind: GatedDeltaNet, naming: Naming) -> tuple[int, ...]:

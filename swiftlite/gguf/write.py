@@ -86,8 +86,9 @@ def _write(
     writer = GGUFWriter(file, values.pop("general.architecture"))
     write_metadata(writer, values)
     parts = [_Part(conversion, checkpoint) for conversion in plan]
+    num_layers = model.family.architecture(model.config).outside.num_layers
     for part in parts:
-        part.add_infos(writer, gguf_type, model.config["num_hidden_layers"])
+        part.add_infos(writer, gguf_type, num_layers)
     add_description(writer, model.directory, Path(model.name).name, gguf_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -17,7 +17,7 @@ from tests.engines.reference import Reference
 from tests.gguf.wordless import write_tokenizer
 from tests.llamacpp_here import needs_llamacpp
 from tests.tiers import some_of
-from tests.tiny import GEMMA4_E, make_tiny_hf
+from tests.tiny import GEMMA4_E, LLAMACPP_SIZES, make_tiny_hf
 
 pytestmark = [pytest.mark.engine, needs_llamacpp]
 SIZE = 128
@@ -26,8 +26,11 @@ PROMPT_TOKENS = (3, 30)
 """Shorter and longer than the sliding windows of tiny models."""
 E_MODEL: dict[str, Any] = GEMMA4_E | {"num_kv_shared_layers": 2}
 UNCAPPED = {"final_logit_softcapping": None}
+DENSE = ["linear_attention", "mlp", "full_attention", "mlp"]
+NANO_2, NANO_3 = {"layers_block_type": DENSE}, LLAMACPP_SIZES["nemotron_h"] | {"moe_latent_size": None}
 # Numbers that are rounded to float16, in the table of GELU, differ by up to 2 ** -11 if their sums differ slightly.
 CASES: list[Any] = [("gemma4", {}, 2e-3), ("gemma4_unified", UNCAPPED, 2e-3), ("gemma4_text", E_MODEL, 2e-3)]
+CASES += [("nemotron_h", sizes, 1e-4) for sizes in (NANO_2, NANO_3, LLAMACPP_SIZES["nemotron_h"])]
 
 
 def answers_of(directory: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -48,7 +51,7 @@ def answers_of(directory: Path, prompts: list[list[int]]) -> list[dict[str, Any]
 
 @pytest.mark.parametrize(
     ("family", "sizes", "tolerance"),
-    some_of(CASES, CASES[0], CASES[2]),
+    some_of(CASES, CASES[0], CASES[2], CASES[3], CASES[4]),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_log_probabilities_equal_those_of_transformers(family, sizes, tolerance, tmp_path, monkeypatch):

@@ -18,11 +18,12 @@ from swiftlite.gguf.write import write_draft_gguf, write_gguf
 from tests.engines.gemma4_assistant_reference import config_for, declare
 from tests.messages import naming
 from tests.tiers import some_of
-from tests.tiny import ALIKE, GEMMA4_E, make_tiny_hf
+from tests.tiny import ALIKE, GEMMA4_E, LLAMACPP_SIZES, make_tiny_hf
 
 FAMILIES = some_of(ARCHITECTURES, *(family for family in ARCHITECTURES if family not in ALIKE))
 E_SIZES = GEMMA4_E | {"vocab_size_per_layer_input": 320}
 """Sizes of a Gemma 4 like E2B with the test tokenizer, whose last layer with keys of its own has a sliding window."""
+DENSE = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -44,7 +45,8 @@ def write(directory: Path, file: Path, gguf_type) -> Path:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_round_trip_is_bitwise_identical(tmp_path, family, dtype):
-    source = make_tiny_hf(tmp_path / "source", family, depth=1, dtype=dtype, with_tokenizer=True)
+    sizes = LLAMACPP_SIZES.get(family, {})
+    source = make_tiny_hf(tmp_path / "source", family, depth=1, dtype=dtype, with_tokenizer=True, **sizes)
     file = write(source, tmp_path / "model.gguf", TYPES[dtype])
     before, after = load_file(source / "model.safetensors"), back(file, tmp_path / "back")
     towers = {name for name in before if name.startswith("model.visual.")}
@@ -59,7 +61,12 @@ def test_a_round_trip_is_bitwise_identical(tmp_path, family, dtype):
 @pytest.mark.parametrize(
     ("family", "sizes"),
     some_of(
-        [("gemma4", {}), ("gemma4_unified", {}), ("gemma4_text", E_SIZES | {"num_kv_shared_layers": 2})],
+        [
+            ("gemma4", {}),
+            ("gemma4_unified", {}),
+            ("nemotron_h", DENSE),
+            ("gemma4_text", E_SIZES | {"num_kv_shared_layers": 2}),
+        ],
         ("gemma4", {}),
         ("gemma4_text", E_SIZES | {"num_kv_shared_layers": 2}),
     ),
@@ -121,6 +128,15 @@ def test_a_tensor_without_a_place_is_named(tmp_path):
         ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.2}}, "attention_factor 1.2"),
         ("qwen3", {"rope_parameters": YARN | {"mscale": 1.0}}, "mscale mscale_all_dim"),
         ("gemma4_text", {}, "gemma4 --mtp strip vllm"),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}, "MLP experts"),
+        (
+            "nemotron_h",
+            {
+                "layers_block_type": ["linear_attention", "full_attention", "mlp", "mlp"],
+                "mtp_hybrid_override_pattern": "*",
+            },
+            "MTP head without experts",
+        ),
     ],
 )
 def test_what_llamacpp_cannot_compute_is_named(tmp_path, family, change, named):
@@ -173,6 +189,17 @@ def test_several_heads_are_refused(tmp_path):
     source = make_tiny_hf(tmp_path / "source", "qwen3", depth=2, with_tokenizer=True)
     with pytest.raises(UserError, match=naming("--mtp_unroll")):
         write(source, tmp_path / "model.gguf", "bf16")
+
+
+def test_a_constant_that_was_changed_is_named(tmp_path):
+    source = make_tiny_hf(tmp_path / "source", "gemma4_text", with_tokenizer=True)
+    file = write(source, tmp_path / "model.gguf", "bf16")
+    (constant,) = [tensor for tensor in GGUFReader(file).tensors if tensor.name == "rope_freqs.weight"]
+    with file.open("r+b") as opened:
+        opened.seek(constant.data_offset)
+        opened.write(bytes(4))
+    with pytest.raises(UserError, match=naming("model.gguf rope_freqs.weight")):
+        back(file, tmp_path / "back")
 
 
 @pytest.mark.parametrize("size", [10, 3000, -100])
