@@ -12,7 +12,7 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.family import Family
-from swiftlite.families.gemma4_assistant import layers_of, text_config
+from swiftlite.families.gemma4_assistant import layers_of, reads_last_layers, text_config
 from swiftlite.families.layer import Layer
 from swiftlite.families.layer_types import KINDS
 from swiftlite.families.mlp import Mlp
@@ -79,9 +79,7 @@ def why_no_assistant(family: Family, hf_config: HfConfig) -> str:
     """Return why llama.cpp does not draft with the assistant of a model; empty if it does."""
     if text_config(hf_config)["hidden_size"] == hf_config["hidden_size"]:
         return f"llama.cpp requires an assistant whose hidden_size is not that of its trunk, {hf_config['hidden_size']}"
-    kinds = _attentions(family.architecture(hf_config).layers)
-    if [kind.window is None for kind in kinds[-2:]] != [False, True]:
-        # Its layers read the cache of the last two layers of the trunk.
+    if not reads_last_layers(hf_config):
         return f"llama.cpp drafts with an assistant only if the last two of layer_types are {' and '.join(KINDS)}"
     if all(layer.attention.window is None for layer in layers_of(family.architecture(hf_config), hf_config)):
         return f"llama.cpp requires a layer with {KINDS[0]} in layer_types of the assistant"

@@ -22,7 +22,8 @@ from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
-from swiftlite.families import Family
+from swiftlite.families import Family, eagle3, gemma4_assistant
+from swiftlite.families.layer_types import KINDS
 from swiftlite.families.resolved import HfModel
 
 
@@ -62,9 +63,12 @@ def _drafter_problem(model: HfModel) -> str | None:
         return f"SGLang is not supported for the drafter {kind!r}"
     if model.family.name not in trunks:
         return f"SGLang is not supported for the drafter {kind!r} of {model.family.name}, only of {', '.join(trunks)}"
+    if kind == gemma4_assistant.KIND and not gemma4_assistant.reads_last_layers(model.config):
+        return f"SGLang drafts with an assistant only if the last two of layer_types are {' and '.join(KINDS)}"
     own = model.directory / DRAFT_FOLDER / "config.json"
     # SGLang would leave the output layer of older exports random.
-    if not own.is_file() or "eagle_config" not in read_json(own):
+    is_old = kind == eagle3.KIND and own.is_file() and "eagle_config" not in read_json(own)
+    if is_old or not own.is_file():
         return f"{model.directory}/{DRAFT_FOLDER} is not for SGLang; export the run again: swiftlite export --to_hf"
     return None
 
@@ -79,7 +83,8 @@ def draft_model_options(model: HfModel) -> dict[str, str]:
     folder = draft_folder(model)
     if folder is None:
         return {"speculative_algorithm": "NEXTN"}
-    return {"speculative_algorithm": model.heads.kind.upper(), "speculative_draft_model_path": str(folder.absolute())}
+    method = model.family.drafter(model.config).sglang_method or model.heads.kind
+    return {"speculative_algorithm": method.upper(), "speculative_draft_model_path": str(folder.absolute())}
 
 
 def speculative_options(
@@ -117,9 +122,9 @@ def speculative_options(
 
 def _num_steps(model: HfModel) -> int:
     """Return the number of draft tokens per step that the heads were trained for and SGLang can run."""
-    known = SGLANG.convention_for(model.family)
     if model.heads.kind != MTP:
         return model.heads.drafts
+    known = SGLANG.convention_for(model.family)
     num_drafting = known.num_drafting(model.heads.layers)
     if num_drafting == model.heads.layers and not known.drafts_once:
         return model.heads.drafts
@@ -157,16 +162,18 @@ def _token_map(model: HfModel) -> dict[str, str]:
 
 def known_report(model: HfModel) -> LoadReport:
     """Return a load report for a machine without SGLang, from known facts about SGLang's draft classes."""
-    known = SGLANG.convention_for(model.family)
-    draft = None
-    if model.heads.layers:
-        draft = known.draft if model.heads.kind == MTP else model.heads.kind
+    draft, num_drafting = None, model.heads.layers
+    if model.heads.kind != MTP:
+        draft = model.heads.kind
+    elif model.heads.layers:
+        known = SGLANG.convention_for(model.family)
+        draft, num_drafting = known.draft, known.num_drafting(model.heads.layers)
     return LoadReport(
         engine="sglang 0.5.23 (not installed: its loaders were not run)",
         target=(model.config.get("architectures") or [None])[0],
         draft=draft,
         num_mtp_heads=model.heads.layers,
-        num_drafting=known.num_drafting(model.heads.layers),
+        num_drafting=num_drafting,
         verdict="no known problem",
         problems=list(filter(None, [depth_problem(model)])),
         notes=list(filter(None, [fed_otherwise(model, SGLANG)])),
