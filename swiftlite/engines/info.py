@@ -72,6 +72,9 @@ class EngineInfo:
         joins_ngrams: whether the adapter and the server support drafts from the text (`ngram.py`) as well.
         drafts_without_heads: whether they support drafts from the text alone.
         drafters: kinds of drafters with which the engine drafts (`families/drafters.py`).
+        gpu_drafters: those of them with which it drafts only on a GPU.
+        drafter_problem: returns why it does not run the drafter that config.json declares, if `drafters` and the trunks
+            of the kind do not say so; "" if it does.
         drafts_with_windows: whether it drafts with drafters other than MTP heads for trunks with sliding windows.
         takes_live_weights: whether the engine's server accepts new weights while serving.
         logs_requests: whether the engine's server supports the middleware of `request_log`.
@@ -138,6 +141,8 @@ class EngineInfo:
     joins_ngrams: bool = False
     drafts_without_heads: bool = False
     drafters: tuple[str, ...] = (MTP,)
+    gpu_drafters: tuple[str, ...] = ()
+    drafter_problem: Callable[[Family, HfConfig], str] = lambda family, hf_config: ""
     drafts_with_windows: bool = True
     takes_live_weights: bool = False
     logs_requests: bool = False
@@ -187,6 +192,19 @@ class EngineInfo:
         """Return whether the engine runs the trunk of a family."""
         return not self.families or family in resolve_name(self.families)
 
+    def requires_gpu(self, drafter: str) -> bool:
+        """Return whether the installed engine does not draft with a kind of drafter because there is no GPU."""
+        return drafter in self.gpu_drafters and self.is_installed and not sees_gpu()
+
+    def drafts_for(self, family: str, drafter: str) -> bool:
+        """Return whether the engine drafts with a kind of drafter for the trunk of a family."""
+        return drafter in self.drafters and family in self._trunks(drafter, family)
+
+    def _trunks(self, drafter: str, family: str) -> tuple[str, ...]:
+        """Return the families for whose trunk the engine drafts with a kind of drafter, among them `family` if there is
+        no list."""
+        return getattr(DRAFTERS[drafter], f"{self.name}_trunks", (family,))
+
     def why_no_drafter(self, family: Family, hf_config: HfConfig, drafter: str) -> str:
         """Return why the engine would not draft with a new drafter (`NEW` in `families/drafters.py`) for a model; empty
         if it would.
@@ -194,18 +212,20 @@ class EngineInfo:
         if Quantization.of(hf_config) is not None:
             return "it does not support quantized models"
         declared = with_drafter(hf_config, DrafterOptions(drafter))
-        kind = DRAFTERS[kind_of(declared)]
-        if kind_of(declared) not in self.drafters:
+        name = kind_of(declared)
+        kind = DRAFTERS[name]
+        if name not in self.drafters:
             return f"{self.label} does not support it"
+        if self.requires_gpu(name):
+            return f"{self.label} supports it only on a GPU"
         if reason := kind.why_not(family, declared):
             return reason
         attentions = family.architecture(declared).attentions
         if not self.drafts_with_windows and any(each.window is not None for each in attentions):
             return f"{self.label} does not support it for a trunk with a sliding window"
-        trunks = getattr(kind, f"{self.name}_trunks", (family.name,))
-        if family.name not in trunks:
-            return f"{self.label} supports it only for {', '.join(trunks)}"
-        return ""
+        if not self.drafts_for(family.name, name):
+            return f"{self.label} supports it only for {', '.join(self._trunks(name, family.name))}"
+        return self.drafter_problem(family, declared)
 
     @property
     def kwargs_option(self) -> str:

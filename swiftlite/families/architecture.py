@@ -115,7 +115,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class ReadFromBefore:
+class CrossLayerReads:
     """Hold what decoder layers read of earlier ones, in addition to the state.
 
     Attributes:
@@ -209,10 +209,10 @@ class Architecture:
         """Whether each decoder layer reads only the output of the layer before."""
         return not (self.outside.own_inputs or self.key_sources)
 
-    def read_from_before(self, first: int) -> "ReadFromBefore":
+    def cross_layer_reads(self, first: int) -> "CrossLayerReads":
         """Return what the decoder layers from number `first` on read of earlier ones, in addition to the state."""
         inputs = range(first, len(self.layers)) if self.outside.own_inputs else range(0)
-        return ReadFromBefore(inputs, [layer for layer in _key_layers(self.layers[first:]) if layer < first])
+        return CrossLayerReads(inputs, [layer for layer in _key_layers(self.layers[first:]) if layer < first])
 
     @property
     def key_sources(self) -> list[int]:

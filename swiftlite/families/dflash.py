@@ -57,6 +57,8 @@ WEIGHT_OF_NEXT = 0.78
 """Weight of each draft's loss relative to the previous one, exp(-1/4), as for published drafters."""
 MARKOV_OUTPUT = "markov_head.markov_w2.weight"
 """Name of W2 in files."""
+SGLANG_TRUNKS = ("llama", "mistral", "phi3", "qwen3", "qwen3_moe")
+"""Families whose trunk returns the outputs of its decoder layers to these drafters in SGLang."""
 _PREFIXES = ("fc.", "hidden_norm.", "layers.", "markov_head.", "norm.")
 
 
@@ -226,5 +228,6 @@ DFLASH = Drafter(
     sizes=_sizes,
     is_block=True,
     vllm_trunks=eagle3.VLLM_TRUNKS,
+    sglang_trunks=SGLANG_TRUNKS,
     llamacpp_trunks=eagle3.LLAMACPP_TRUNKS,
 )

@@ -66,8 +66,8 @@ class DrafterSizes:
         layers: its decoder layers.
         passes: number of times that they are computed, one after the other.
         queries: number of queries per position in each pass.
-        exceptions: number of times that other matrices are multiplied with a state, by a part of their HF names. The
-            default is `runs`.
+        exceptions: for matrices that are not multiplied with each of the `runs` states: a part of their HF name, and
+            the number of products per position.
         stored: number of values that are stored for the backward pass, in addition to those of decoder layers.
         output: number of inputs of the trunk's output layer.
         own_output: number of inputs of an output layer of the drafter.

@@ -309,7 +309,7 @@ def sharing_of(architecture: Architecture, layout: ParallelLayout, per_stage: Se
     attentions: dict[int, Any] = {number: architecture.layers[number].attention for number in architecture.key_sources}
     tp = layout.tensor_model_parallel_size
     return Sharing(
-        [architecture.read_from_before(end) for end in accumulate(per_stage[:-1])],
+        [architecture.cross_layer_reads(end) for end in accumulate(per_stage[:-1])],
         {number: (attention.groups // tp, attention.head_dim) for number, attention in attentions.items()},
         architecture.outside.own_inputs,
         architecture.outside.hidden,

@@ -105,9 +105,9 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
     if not model.post_process:
         return torch.cat(states)
     if new.mtp_input_ids is None:
-        outputs = [model.trunk_output_matrix()]
+        outputs = [model.output_layers.of_trunk()]
     else:
-        outputs = [model.head_output_matrix(depth) for depth in range(model.heads.drafts)]
+        outputs = [model.output_layers.of_head(depth) for depth in range(model.heads.drafts)]
     pairs = zip(states, outputs, strict=True)
     return torch.stack([_most_likely(model, hidden_T1H, new.predicted, output) for hidden_T1H, output in pairs])
 

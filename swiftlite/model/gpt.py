@@ -7,10 +7,11 @@
 
 A reward model has `scores` instead of the last one. `forward` calls them in this order. With pipeline parallelism, each
 rank runs its part of the layers and sends the hidden states to the next rank as one tensor (`stage_states.py`).
-Decoding with a cache calls the same methods from `decode.py`.
+Decoding with a cache calls the same methods from `decode.py`. Logits and losses are in `output_layers.py` and
+`prediction_losses.py`.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
-tensor-parallel rank, D MTP depth, N positions with a label, T positions of whole rows, R rotary channels.
+tensor-parallel rank, D MTP depth, R rotary channels.
 """
 
 import copy
@@ -20,14 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -39,11 +36,7 @@ from swiftlite.families.architecture import Outside
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.attention.sparse import Selections, in_place_of_mask
-from swiftlite.model.context_parallel import (
-    gather_sequence,
-    sequence_lengths,
-    zigzag_positions,
-)
+from swiftlite.model.context_parallel import sequence_lengths, zigzag_positions
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.deepstack import Deepstack
@@ -57,16 +50,9 @@ from swiftlite.model.layers.tensor_parallel import (
     sum_over_sequence_ranks,
 )
 from swiftlite.model.loss.balance import RoutedTokens, routed_tokens
-from swiftlite.model.loss.chunked_loss import (
-    EntropyTarget,
-    LabelTarget,
-    TeacherTarget,
-    TrunkTarget,
-    capped,
-    chunked_loss,
-)
-from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
-from swiftlite.model.loss.output_matrix import OutputMatrix
+from swiftlite.model.loss.losses import TokenLoss
+from swiftlite.model.output_layers import OutputLayers
+from swiftlite.model.prediction_losses import PredictionLosses
 from swiftlite.model.settings import ModelSettings, Stage
 from swiftlite.model.shared_states import SharedStates
 from swiftlite.model.stage_states import StageStates
@@ -175,13 +161,24 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self._complete_heads()
         if self.tower is not None:
             sum_over_sequence_ranks(config, self.tower.parameters())
-        self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
-        self._returns_matrix_gradient = True
+        self.register_buffer("drafted_rows", self._find_drafted_rows(), persistent=False)
+        self.returns_matrix_gradient = True
         self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
+
+    # Not attributes: with references in both directions, a model would be freed only by the garbage collector.
+    @property
+    def output_layers(self) -> OutputLayers:
+        """The output layers of trunk and heads."""
+        return OutputLayers(self)
+
+    @property
+    def losses(self) -> PredictionLosses:
+        """The losses of the predictions."""
+        return PredictionLosses(self)
 
     def add_gradients_in_place(self) -> None:
         """Return no gradient of the output matrix to autograd if the loss has added it to `main_grad`."""
-        self._returns_matrix_gradient = False
+        self.returns_matrix_gradient = False
 
     def _make_score(self) -> nn.Module:
         """Return the output layer of a reward model. Each tensor-parallel rank has the whole matrix: it has one row."""
@@ -235,10 +232,10 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if target is None:
             return self.forward_postprocess(states)
         if self.is_teacher:
-            return self.label_states(states.trunk_SBH, target.labels)
+            return self.losses.label_states(states.trunk_SBH, target.labels)
         main = trunk.loss if trunk else None
         if target.teacher is not None:
-            main = self._divergence(states.trunk_SBH, target)
+            main = self.losses.divergence(states.trunk_SBH, target)
         return self.forward_postprocess(states, target, inputs.cu_seqlens, main)
 
     def _states(self, inputs: ModelInputs, outputs: torch.Tensor | None, trunk: TrunkOutput | None) -> StageStates:
@@ -286,7 +283,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         states = self._trunk(inputs, self.rotary_emb(inputs), placed=placed)
         if outputs is not None:
             outputs = outputs[:, : self.config.hidden_size]  # heads do not read further outputs (deepstack)
-        return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels), outputs)
+        return TrunkOutput(states, self.losses.cross_entropy(states.trunk_SBH, labels), outputs)
 
     @torch.no_grad()
     def streamed_input(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -314,7 +311,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         """
         final_norm: Any = self.decoder.final_layernorm
         states = replace(self.split_decoder_output(final_norm(hidden_SBH)), features_SBH=features_SBH)
-        return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels), tower_outputs)
+        return TrunkOutput(states, self.losses.cross_entropy(states.trunk_SBH, labels), tower_outputs)
 
     @property
     def follows_heads(self) -> bool:
@@ -593,14 +590,14 @@ class GPTModel(AddsGradients, McoreGPTModel):
             main: the trunk's loss, if it was already computed; None: compute it here.
         """
         if target is None:
-            heads = enumerate(states.heads_SBH)
-            mtp_logits = [self._whole_logits(hidden_SBH, self._own_output_layer(depth)) for depth, hidden_SBH in heads]
-            return Logits(self._whole_logits(states.trunk_SBH), mtp_logits)
+            whole_logits = self.output_layers.whole_logits
+            mtp_logits = [whole_logits(hidden_SBH, depth) for depth, hidden_SBH in enumerate(states.heads_SBH)]
+            return Logits(whole_logits(states.trunk_SBH), mtp_logits)
         labels = target.of_depths(self.heads.drafts, cu_seqlens)
         weights = list(target.weights or [None] * len(labels))
         if main is None:
             with self._frozen():
-                main = self._cross_entropy(
+                main = self.losses.cross_entropy(
                     states.trunk_SBH,
                     labels[0],
                     share_BS=weights[0],
@@ -612,12 +609,12 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if self.heads.has_joint_weights:  # they depend on the losses
             weights = [None] * len(labels)
         if self.mtp_loss != "ce":
-            return Losses(main, self._distillation_losses(states, labels[1:], weights[1:], cu_seqlens))
+            return Losses(main, self.losses.distillation(states, labels[1:], weights[1:], cu_seqlens))
         heads = enumerate(zip(states.heads_SBH, labels[1:], weights[1:], strict=True))
         return Losses(
             main,
             [
-                self._cross_entropy(hidden_SBH, labels_BS, self.head_output_matrix(depth), share_BS=share_BS)
+                self.losses.cross_entropy(hidden_SBH, labels_BS, self.output_layers.of_head(depth), share_BS=share_BS)
                 for depth, (hidden_SBH, labels_BS, share_BS) in heads
             ],
         )
@@ -628,189 +625,6 @@ class GPTModel(AddsGradients, McoreGPTModel):
         """
         return self.output_layer(self.whole_sequence(hidden_SBH)).squeeze(-1).T
 
-    def logits(self, hidden_SBH: torch.Tensor, own: "ColumnParallelLinear | None" = None) -> torch.Tensor:
-        """Return logits [S, B, V] for this rank's part of the vocabulary, without divisor and cap.
-
-        Args:
-            hidden_SBH: states of the trunk or of a drafter, also those with a Markov head (`DrafterLayer.draft`).
-            own: output layer of a head; None for that of the trunk.
-        """
-        if own is not None:
-            return own(hidden_SBH)[0]
-        width, markov = self.config.hidden_size, self._markov_output
-        if markov is not None and hidden_SBH.size(-1) > width:
-            return self.logits(hidden_SBH[..., :width]) + markov(hidden_SBH[..., width:])[0]
-        weight = None
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        return self.output_layer(hidden_SBH, weight=weight)[0]
-
-    def _whole_logits(self, hidden_SBH: torch.Tensor, own: ColumnParallelLinear | None = None) -> torch.Tensor:
-        """Return logits [B, S, V] for all positions of the row; `own` as for `logits`."""
-        logits_BSV = self.logits(self.whole_sequence(hidden_SBH), own).transpose(0, 1)
-        if self.logits_divisor != 1:
-            logits_BSV = logits_BSV / self.logits_divisor
-        if own is not None and self.heads.has_output_layer:
-            return logits_BSV
-        return capped(logits_BSV, self.logits_cap)
-
-    def _cross_entropy(
-        self,
-        hidden_SBH: torch.Tensor,
-        labels_BS: torch.Tensor,
-        output: "OutputMatrix | None" = None,
-        *,
-        share_BS: torch.Tensor | None = None,
-        with_entropy: bool = False,
-        trains_entropy: bool = False,
-    ) -> TokenLoss:
-        """Return the cross-entropy with the labels.
-
-        Args:
-            output: output layer; default: that of the trunk.
-            share_BS: weight of each label in the loss, if it is known.
-            with_entropy: whether to compute the entropy of each distribution as well.
-            trains_entropy: whether to compute it with a gradient, which requires all logits a second time.
-        """
-        selected = select(labels_BS, hidden_SBH.device)
-        states_NH = self._at_temperature(self._selected_states(hidden_SBH, selected))
-        output, tp = output or self.trunk_output_matrix(), self.pg_collection.tp
-        if trains_entropy:
-            plain = self._cross_entropy(hidden_SBH, labels_BS, output, share_BS=share_BS)
-            return replace(plain, entropy_BS=self._chunked(states_NH, output, EntropyTarget(), selected, None).loss_BS)
-        if self.loss_in_chunks:
-            entropy_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_entropy else None
-            target = LabelTarget(selected.label_N, entropy_N)
-            return self._chunked(states_NH, output, target, selected, share_BS)
-        return token_loss(output.logits(states_NH), selected, tp, with_entropy=with_entropy)
-
-    def _chunked(
-        self,
-        states_NH: torch.Tensor,
-        output: OutputMatrix,
-        target: LabelTarget | EntropyTarget | TrunkTarget | TeacherTarget,
-        selected: Selected,
-        share_BS: torch.Tensor | None,
-    ) -> TokenLoss:
-        return chunked_loss(
-            states_NH,
-            output.weight_VH,
-            target,
-            selected,
-            self.pg_collection.tp,
-            output.tokens_V,
-            share_BS,
-            frozen_VH=output.frozen_VH,
-            cap=output.cap,
-            returns_gradient=self._returns_matrix_gradient,
-        )
-
-    def label_states(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        """Return the states [N, H] at positions with a label, scaled for divisor and temperature of logits."""
-        selected = select(labels_BS, hidden_SBH.device)
-        return self._at_temperature(self._selected_states(hidden_SBH, selected))
-
-    def _divergence(self, hidden_SBH: torch.Tensor, target: Target) -> TokenLoss:
-        """Return the divergence between the predictions of the trunk and a teacher at each position with a label."""
-        teacher, weights = target.teacher, target.weights
-        assert teacher is not None
-        selected = select(target.labels, hidden_SBH.device)
-        states_NH = self._at_temperature(self._selected_states(hidden_SBH, selected))
-        output, tp = self.trunk_output_matrix(), self.pg_collection.tp
-        if self.loss_in_chunks:
-            return self._chunked(states_NH, output, teacher, selected, weights[0] if weights else None)
-        logits_NV = output.logits(states_NH)
-        return distillation_loss(logits_NV, teacher.logits, teacher.distance, selected, tp, beta=teacher.weight)
-
-    def _distillation_losses(
-        self,
-        states: StageStates,
-        labels: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor | None],
-        cu_seqlens: torch.Tensor | None,
-    ) -> list[TokenLoss]:
-        """Return the losses that compare each head's prediction with the trunk's prediction of the same token.
-
-        At position s, depth k predicts the token s + k + 1, which the trunk predicts at position s + k. This position
-        can be on another context-parallel rank: with a row of 8 tokens on 2 ranks, rank 0 holds positions 0 1 6 7, and
-        depth 1 at position 1 learns the trunk's prediction at position 2. If there is a label, s + k is in the same
-        sequence.
-        """
-        trunk_TBH, position_S = self._whole_rows(states.trunk_SBH.detach(), cu_seqlens)
-        losses = []
-        heads = enumerate(zip(states.heads_SBH, labels, weights, strict=True), start=1)
-        for depth, (hidden_SBH, labels_BS, share_BS) in heads:
-            selected = select(labels_BS, hidden_SBH.device)
-            trunk_NH = trunk_TBH[(position_S + depth)[selected.pos_N], selected.row_N]
-            states_NH = self._selected_states(hidden_SBH, selected)
-            output = self.head_output_matrix(depth - 1)
-            trunk_output = output
-            if self.heads_have_output_layers:
-                trunk_output = self.trunk_output_matrix().detached(self.pg_collection.tp)
-            elif output.frozen_VH is not None:
-                trunk_output = self._drafted_output_matrix()
-            states_NH, trunk_NH = self._at_temperature(states_NH), self._at_temperature(trunk_NH)
-            losses.append(self._distillation(states_NH, trunk_NH, selected, output, trunk_output, share_BS))
-        return losses
-
-    def _distillation(
-        self,
-        states_NH: torch.Tensor,
-        trunk_NH: torch.Tensor,
-        selected: Selected,
-        output: OutputMatrix,
-        trunk_output: OutputMatrix,
-        share_BS: torch.Tensor | None,
-    ) -> TokenLoss:
-        """Return the distance between the predictions of a head and the trunk at each selected position.
-
-        Args:
-            output, trunk_output: output layers of the head and of the trunk, with the same tokens.
-            share_BS: weight of each position in the loss, if it is known.
-        """
-        assert self.mtp_loss != "ce"
-        tp, with_overlap = self.pg_collection.tp, self.heads.has_joint_weights
-        if self.loss_in_chunks:
-            overlap_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_overlap else None
-            target = TrunkTarget(trunk_NH, self.mtp_loss, trunk_output.weight_VH.detach(), trunk_output.cap, overlap_N)
-            return self._chunked(states_NH, output, target, selected, share_BS)
-
-        def trunk_logits(rows: slice) -> torch.Tensor:
-            return trunk_output.logits(trunk_NH[rows])
-
-        logits_NV = output.logits(states_NH)
-        return distillation_loss(
-            logits_NV, trunk_logits, self.mtp_loss, selected, tp, output.tokens_V, with_overlap=with_overlap
-        )
-
-    def _selected_states(self, hidden_SBH: torch.Tensor, selected: Selected) -> torch.Tensor:
-        """Return the states [N, H] at positions with a label; other positions, often half of a row, need no logits."""
-        hidden_SBH = self.whole_sequence(hidden_SBH)
-        # One index into S * B states: with indices into [B, S], the gradient would have the layout [B, S], and every
-        # layer would copy it.
-        return hidden_SBH.flatten(0, 1)[selected.pos_N * hidden_SBH.size(1) + selected.row_N]
-
-    def _at_temperature(self, states_NH: torch.Tensor) -> torch.Tensor:
-        """Scale states so that their logits are divided by `logits_divisor` and the temperature. Output layers have no
-        bias.
-        """
-        divisor = self.logits_divisor * self.temperature
-        if divisor == 1:
-            return states_NH
-        return states_NH / divisor
-
-    def _whole_rows(
-        self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the trunk's states of whole rows [T, B, H], and the positions [S] of this rank's part."""
-        group: Any = self.pg_collection.cp
-        trunk_SBH = self.whole_sequence(trunk_SBH)
-        lengths = sequence_lengths(trunk_SBH.size(0) * group.size(), cu_seqlens)
-        position_S = zigzag_positions(lengths, group.rank(), group.size(), trunk_SBH.device)
-        if group.size() > 1:
-            trunk_SBH = gather_sequence(trunk_SBH, lengths, group)
-        return trunk_SBH, position_S
-
     def whole_sequence(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Gather all positions of the row over sequence-parallel ranks."""
         if not self.config.sequence_parallel:
@@ -819,75 +633,6 @@ class GPTModel(AddsGradients, McoreGPTModel):
         return gather_from_sequence_parallel_region(
             hidden_SBH, tensor_parallel_output_grad=False, group=self.pg_collection.tp
         )
-
-    def trunk_output_matrix(self) -> OutputMatrix:
-        """Return the output layer over the whole vocabulary."""
-        weight: Any = self.output_layer.weight
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        return OutputMatrix(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None, self._cap)
-
-    @property
-    def _cap(self) -> float | None:
-        """Cap of the logits of states after `_at_temperature`."""
-        return None if self.logits_cap is None else self.logits_cap / self.temperature
-
-    @property
-    def _own_cap(self) -> float | None:
-        """Cap of the logits of a head's own output layer."""
-        return None if self.heads.has_output_layer else self._cap
-
-    def _own_output_layer(self, depth: int) -> ColumnParallelLinear | None:
-        """Return the own output layer of the head that drafts token number `depth` (from 0); None without one."""
-        if not self.heads_have_output_layers:
-            return None
-        head: Any = self.mtp.layers[depth // self.heads.unroll]
-        return head.output_layer
-
-    def head_output_matrix(self, depth: int) -> OutputMatrix:
-        """Return the output layer of the head that drafts token number `depth` (from 0), with its Markov head.
-
-        If there is a draft vocabulary, it has only the rows of the draft vocabulary.
-        """
-        own = self._own_output_layer(depth)
-        if own is not None:
-            weight: Any = own.weight
-            return OutputMatrix(
-                lambda hidden_NH: self.logits(hidden_NH[:, None], own).squeeze(1), weight, None, self._own_cap
-            )
-        shared = self._drafted_output_matrix()
-        if self._markov_output is None:
-            return shared
-        weight_Vr: Any = self._markov_output.weight
-        if self.heads.draft_vocab:
-            weight_Vr = weight_Vr[self._drafted_rows]
-        return shared.with_columns(weight_Vr, self.pg_collection.tp)
-
-    @property
-    def _markov_output(self) -> ColumnParallelLinear | None:
-        """The output matrix of the drafter's Markov head; None without one."""
-        if not self.mtp_process:
-            return None
-        layers: Any = self.mtp.layers
-        return getattr(layers[0], "markov_output", None)
-
-    def _drafted_output_matrix(self) -> OutputMatrix:
-        """Return the trunk's output layer, or its rows of the draft vocabulary."""
-        whole = self.trunk_output_matrix()
-        if self.detached_heads:
-            whole = whole.detached(self.pg_collection.tp)
-        if not self.heads.draft_vocab:
-            return whole
-        group: Any = self.pg_collection.tp
-        rows_V = self._drafted_rows
-        assert isinstance(rows_V, torch.Tensor)
-        # No gradient: a draft vocabulary requires a frozen trunk (`rules/training/sft_heads.py`).
-        weight_VH = whole.weight_VH.detach()[rows_V]
-
-        def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
-            return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
-
-        return OutputMatrix(logits, weight_VH, rows_V + group.rank() * len(whole.weight_VH), self._cap)
 
     # Construction
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from swiftlite.families.architecture import ReadFromBefore
+from swiftlite.families.architecture import CrossLayerReads
 from swiftlite.model.attention.cache import Cache
 
 
-@dataclass(frozen=True)
+@dataclass
 class SharedStates:
-    """The states of one pass. megatron-core's layers pass this object in the argument for a mask.
+    """The states of one pass, to which layers add theirs. megatron-core's layers pass this object in the argument for a
+    mask.
 
     Attributes:
         cache: the cache of the rows in decoding; None in training.
@@ -78,7 +79,7 @@ class Sharing:
         sequence_ranks: number of sequence-parallel ranks.
     """
 
-    read: Sequence[ReadFromBefore] = ()
+    read: Sequence[CrossLayerReads] = ()
     sources: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     input_size: int = 0
     hidden: int = 1
@@ -126,7 +127,7 @@ class Sharing:
             shared.keys[layer] = (parts.pop(0).reshape(shape), parts.pop(0).reshape(shape))
         return shared
 
-    def _widths(self, read: ReadFromBefore) -> list[int]:
+    def _widths(self, read: CrossLayerReads) -> list[int]:
         """Return the number of numbers of each tensor for each position of the state."""
         keys = [self.sources[layer][0] * self.sources[layer][1] * self.sequence_ranks for layer in read.keys]
         return [self.input_size] * len(read.inputs) + [width for width in keys for _ in range(2)]

@@ -145,12 +145,15 @@ def drafter_has_its_engine(args: EngineCommand | DeployArgs, facts: Facts) -> It
 
 def drafter_problems(infer_backend: str, facts: Facts, *, is_server: bool = False) -> Iterator[Problem]:
     """Yield a problem if an engine does not draft with the kind of drafter in config.json."""
-    kind = facts.heads.kind
-    if facts.heads.layers and kind not in ENGINES[infer_backend].drafters:
-        infos = [info for info in ENGINES.values() if kind in info.drafters]
-        able = [info.name for info in infos if info.server or not is_server]
-        problem = f"--infer_backend {infer_backend} does not draft with the drafter {kind!r}"
-        yield problem, f"use --infer_backend {' or '.join(able)}"
+    kind, info = facts.heads.kind, ENGINES[infer_backend]
+    if not facts.heads.layers or (kind in info.drafters and not info.requires_gpu(kind)):
+        return
+    where = " without a GPU" if kind in info.drafters else ""
+    model_type = str(facts.hf_config.get("model_type"))
+    infos = [other for other in ENGINES.values() if other.server or not is_server]
+    able = [other.name for other in infos if other.drafts_for(model_type, kind) and not other.requires_gpu(kind)]
+    problem = f"--infer_backend {infer_backend} does not draft with the drafter {kind!r}{where}"
+    yield problem, f"use --infer_backend {' or '.join(able)}"
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

@@ -22,9 +22,9 @@ from tests.bridge.test_transfer import (
     refusal,
     save,
     shard,
-    tensors_of,
 )
 from tests.messages import mention_each, mentions, naming
+from tests.model_tensors import tensors_of
 from tests.tiny import make_tiny_hf, make_tiny_model
 
 MOE = ["glm4_moe", "qwen3_moe"]

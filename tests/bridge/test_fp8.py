@@ -16,8 +16,9 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.encoding.fp8 import Fp8
 from swiftlite.bridge.hf_config import quantization_change, read_config, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
-from tests.bridge.test_transfer import build, load, read_all, refusal, save, tensors_of
+from tests.bridge.test_transfer import build, load, read_all, refusal, save
 from tests.messages import mentions
+from tests.model_tensors import tensors_of
 from tests.tiny import make_tiny_hf
 
 BLOCK = (48, 40)  # divides none of the tiny models' sizes

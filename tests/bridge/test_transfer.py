@@ -16,13 +16,13 @@ from swiftlite.base.heads import Heads
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.encoding.expert_stack import transposed_stacks
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.placement import global_name
 from swiftlite.bridge.saving import save_hf, stream_hf
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import WeightsReport, load_hf
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.messages import has_line, mentions, naming
+from tests.model_tensors import tensors_of
 from tests.tiers import once
 from tests.tiny import (
     NEXT_LAYER_HEADS,
@@ -52,12 +52,6 @@ def build(hf_dir: Path, mesh, depth: int, dtype: torch.dtype = torch.float32, **
         for _, tensor in tensors_of(model):
             tensor.fill_(float("nan"))
     return model
-
-
-def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return parameters, and buffers that checkpoints contain (a router's expert bias), by their Megatron names."""
-    tensors = model.state_dict(keep_vars=True).items()
-    return [(global_name(name, model), tensor) for name, tensor in tensors if tensor is not None]
 
 
 def load(model: torch.nn.Module, hf_dir: Path, **options) -> WeightsReport:

@@ -20,6 +20,7 @@ from swiftlite.model.open import open_model
 from tests.engines.dflash_reference import DFlashReference, add_drafter, declare
 from tests.messages import naming
 from tests.model.test_eagle3 import IDS, STEPS, check_packed_row, check_recomputation, logits_of, sum_of
+from tests.model_tensors import tensor_of
 from tests.tiny import make_tiny_hf, make_tiny_vision_hf
 
 DRAFTS = STEPS
@@ -63,7 +64,7 @@ def test_all_drafts_and_their_gradients(family, layers, rank, tmp_path, mesh):
     sum_of(expected).backward()
     resolved = resolve(directory)
     for row in resolved.family.head_rows(resolved.config, 0):
-        ours = model.get_parameter(row.mcore).grad
+        ours = tensor_of(model, row.mcore).grad
         if row.mcore.endswith("k_layernorm.weight"):
             assert ours is None
             continue

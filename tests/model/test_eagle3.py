@@ -22,6 +22,7 @@ from swiftlite.model.open import open_model
 from tests.engines.eagle3_reference import VERSIONS, Eagle3Reference, add_drafter, declare
 from tests.messages import naming
 from tests.model.test_unroll import drafted_logits, make_samples
+from tests.model_tensors import tensor_of
 from tests.tiers import all_but
 from tests.tiny import make_tiny_hf
 
@@ -84,7 +85,7 @@ def test_three_steps_and_their_gradients(family, version, tmp_path, mesh):
             continue  # joined; the training test compares all of them
         parameter = next(iter(row.hf)).replace(".", "/")
         gradient, wanted = reference.own[parameter].grad, exact.own[parameter].grad
-        ours = model.get_parameter(name).grad
+        ours = tensor_of(model, name).grad
         assert ours is not None
         assert gradient is not None
         assert wanted is not None

@@ -98,7 +98,7 @@ def test_weights_arrive_before_they_are_read(experts):
         linear.get_parameter("weight").data.copy_(weights[linear])
 
     for expert in experts.get_submodule("local_experts").children():
-        for linear in expert.children():
+        for linear in (expert.get_submodule(f"linear_{name}") for name in ("fc1", "fc2")):
             weights[linear] = linear.get_parameter("weight").detach().clone()
             linear.get_parameter("weight").data.zero_()
             linear.register_forward_pre_hook(arrive)

@@ -18,6 +18,7 @@ from swiftlite.model.open import open_model
 from tests.engines.gemma4_assistant_reference import AssistantReference, make_assistant, make_trunk
 from tests.messages import naming
 from tests.model.test_eagle3 import check_packed_row, check_recomputation, sum_of
+from tests.model_tensors import tensor_of
 
 STEPS = 3
 IDS = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -93,7 +94,7 @@ def test_three_drafts_and_their_gradients(made, mesh):
             continue
         wanted = gradients[next(iter(row.hf)).removeprefix("mtp.assistant.")]
         assert wanted is not None
-        ours = model.get_parameter(row.mcore).grad
+        ours = tensor_of(model, row.mcore).grad
         assert ours is not None, row.mcore
         torch.testing.assert_close(ours, wanted, rtol=0, atol=5e-5 * float(wanted.abs().max()), msg=row.mcore)
         compared += 1

@@ -15,6 +15,7 @@ from swiftlite.model.open import open_model
 from tests.engines.feature_reference import FeatureReference, add_head, declare
 from tests.model.test_eagle3 import IDS, STEPS, check_packed_row, check_recomputation, logits_of, sum_of
 from tests.model.test_unroll import drafted_logits
+from tests.model_tensors import tensor_of
 from tests.tiers import all_but
 from tests.tiny import make_tiny_hf
 
@@ -55,7 +56,7 @@ def test_three_steps_and_their_gradients(family, tmp_path, mesh):
             continue  # without a gradient
         if len(row.hf) > 1 or ".experts." in row.mcore:
             continue  # joined or stacked; the comparison of layouts covers them
-        wanted, ours = gradients[next(iter(row.hf))], model.get_parameter(row.mcore).grad
+        wanted, ours = gradients[next(iter(row.hf))], tensor_of(model, row.mcore).grad
         assert wanted is not None
         assert ours is not None
         torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()), msg=row.mcore)

@@ -9,7 +9,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SwiGLU, limited_swiglu
+from swiftlite.model.layers.swiglu import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU, limited_swiglu
 
 
 def check_gradient(found: torch.Tensor, ours: torch.Tensor, function: Callable) -> None:
@@ -20,6 +20,14 @@ def check_gradient(found: torch.Tensor, ours: torch.Tensor, function: Callable) 
     (expected,) = torch.autograd.grad(function(exact), exact, gradient.double())
     rounding = torch.finfo(ours.dtype).eps * float(expected.abs().max())
     torch.testing.assert_close(grad.double(), expected, rtol=0, atol=4 * rounding)
+
+
+@pytest.mark.parametrize("activation", [SwiGLU, GeGLU, ClampedSwiGLU, SquaredReLU, limited_swiglu(7.0)])
+def test_megatron_accepts_only_modules_that_save_themselves(activation):
+    """`apply_module` (typed_torch.py of 0.17) requires a module, and MLP.sharded_state_dict of 0.16.1 this method."""
+    module = activation(None)
+    assert isinstance(module, torch.nn.Module)
+    assert module.sharded_state_dict("mlp.activation_func.", (), None) == {} == module.state_dict()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.head_fit import RIDGE, fit_heads, samples_to_fit
+from tests.model_tensors import tensor_of
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import CASES, SIZES, TP2_SP
 from tests.tiers import all_but, selected
@@ -93,7 +94,7 @@ def fit(job: Job) -> None:
             if chunk.mtp_process and mesh.dp_cp.rank() == 0:
                 for depth in range(heads.layers):
                     for name in names:
-                        weight = chunk.get_parameter(f"mtp.layers.{depth}.{name}.weight")
+                        weight = tensor_of(chunk, f"mtp.layers.{depth}.{name}.weight")
                         torch.save(weight.detach(), f"{job.path}-{name}-{depth}-{mesh.tp.rank()}")
 
 
@@ -262,7 +263,7 @@ def test_unrolled_head_with_residual_multiplier(tmp_path, mesh):
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()]
     fit_heads(chunks, mesh, [collate(samples, 0, num_drafts=2)], block_of(hf_model))
     reference = Reference(hf_dir)
-    change = model.get_parameter("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight").numpy(force=True)
+    change = tensor_of(model, "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight").numpy(force=True)
     change = change - reference.copied_HF
     expected = reference.mlp.solution() / hf_model.config["residual_multiplier"]
     np.testing.assert_allclose(change, expected, atol=1e-5)
@@ -293,7 +294,7 @@ def test_features_are_inputs_of_the_first_draft_alone(tmp_path, mesh):
     # The penalty is that of the first draft.
     gradient = (rest.input_NI @ later.T - rest.target_NH).T @ rest.input_NI + whole.penalty() * later
     assert np.abs(gradient).max() < 1e-4 * np.abs(rest.target_NH.T @ rest.input_NI).max()
-    change = model.get_parameter("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight").numpy(force=True)
+    change = tensor_of(model, "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight").numpy(force=True)
     np.testing.assert_allclose(change - reference.copied_HF, reference.mlp.solution(), atol=2e-5)
 
 

@@ -21,6 +21,7 @@ def here(tmp_path, monkeypatch):
     block = {"kind": "dflash", "layers": 1, "feature_layers": [1, 2], "decoder_layers": 1, "mask_token_id": 5}
     models = {"plain": {}, "mtp2": {"num_nextn_predict_layers": 2}, "vocab": vocab, "fed": fed, "drafted": drafted}
     models["block"] = {"drafter": block, "mtp_unroll": 3}
+    models["features"] = {"drafter": {"kind": "mtp_features", "layers": 1, "feature_layers": [1, 2]}}
     for name, heads in models.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config | heads))

@@ -41,7 +41,7 @@ def test_good_options_pass_without_a_note(here, args):
         ({"speculative": "none", "num_speculative_tokens": 1}, "--num_speculative_tokens --speculative none", ""),
         ({"speculative": "mtp,ngram"}, "--speculative mtp,ngram --infer_backend sglang", "--infer_backend vllm"),
         ({"speculative": "ngram"}, "--speculative ngram --infer_backend sglang", "--infer_backend llamacpp"),
-        ({"model": "block"}, "--infer_backend sglang dflash", "--infer_backend vllm --speculative none"),
+        ({"model": "features"}, "--infer_backend sglang mtp_features", "--infer_backend vllm --speculative none"),
         ({"model": "plain", "speculative": "ngram"}, "--speculative ngram", "--speculative none"),
         ({"speculative": "none", "draft_schedule": "bench.json"}, "--draft_schedule --speculative none", ""),
         ({"model": "plain", "draft_schedule": "bench.json"}, "--draft_schedule plain/config.json", ""),

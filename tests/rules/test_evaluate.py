@@ -26,7 +26,11 @@ def test_good_options_pass_without_a_note(here):
         ({"dataset": ["vla.jsonl"]}, "--dataset vla.jsonl", "val.jsonl"),
         ({"model": "plain"}, "plain/config.json", ""),
         ({"baseline": "nowhere"}, "--baseline nowhere config.json", ""),
-        ({"model": "block", "infer_backend": "sglang"}, "--infer_backend sglang dflash", "--infer_backend vllm"),
+        (
+            {"model": "features", "infer_backend": "sglang"},
+            "--infer_backend sglang mtp_features",
+            "--infer_backend vllm",
+        ),
         ({"output_dir": ""}, "--output_dir", "--output_dir evaluation"),
         ({"output_dir": "val.jsonl"}, "--output_dir val.jsonl", ""),
         ({"draft_confidence": [0.5]}, "--draft_confidence 0.5 --infer_backend none", "--infer_backend transformers"),

@@ -56,7 +56,7 @@ def test_good_options_pass(here, change):
         ({"concurrency": [4, 4]}, "--concurrency 4,4", "1,8"),
         ({"concurrency": []}, "--concurrency", "1,8"),
         ({"concurrency": [1, 17]}, "--concurrency 1,17 16", "--concurrency 1,16"),
-        ({"drafter": "dspark", "infer_backend": "sglang"}, "--drafter dspark SGLang", "--drafter mtp"),
+        ({"drafter": "eagle3.1", "infer_backend": "llamacpp"}, "--drafter eagle3.1 llama.cpp", "--drafter mtp"),
         ({"drafter": "dspark", "model": "mtp2"}, "--drafter dspark --model", "--drafter mtp"),
         ({"drafter": "dspark", "model": "block"}, "--model dflash", "sft"),
     ],

@@ -2,7 +2,7 @@
 
 from swiftlite.args.serving_fields import LlamacppArgs
 from swiftlite.engines.info import EngineInfo
-from swiftlite.families.serving.llamacpp import KINDS
+from swiftlite.families.serving.llamacpp import KINDS, why_no_drafter
 
 LLAMACPP = EngineInfo(
     name="llamacpp",
@@ -20,6 +20,7 @@ LLAMACPP = EngineInfo(
     server_takes_draft_schedule=False,
     sampling_options=("top_p", "top_k", "min_p", "repetition_penalty"),
     drafters=KINDS,
+    drafter_problem=why_no_drafter,
     joins_ngrams=True,
     drafts_without_heads=True,
     supports_draft_vocab=False,

@@ -39,6 +39,7 @@ from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.weight_transfer import SHARED
 from swiftlite.families import gemma4_assistant
+from swiftlite.families.drafters import BLOCKS
 from swiftlite.families.resolved import HfModel
 
 # Scales of an FP8 KV cache, which a checkpoint may omit; their default is -1 (layers/quantization/kv_cache.py of
@@ -72,6 +73,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
                 for number in _draft_models(model):
                     loading.draft = _load(loading, server_args, is_draft_model=True, number=number)
                 loading.problems += _replaced(loading) + _missing(loading)
+                loading.problems += _without_features(loading)
                 if type(loading.draft) is type(loading.target):
                     loading.note_that_target_drafts_for_itself()
     num_drafting = 0
@@ -105,17 +107,22 @@ def _missing(loading: Loading) -> list[str]:
     return [f"{key} is missing" for key in some(key for key in wanted if key not in loading.recorder.keys)]
 
 
+def _without_features(loading: Loading) -> list[str]:
+    """Return a problem if the trunk does not return the states that the drafter reads."""
+    heads = loading.model.heads
+    name = "set_dflash_layers_to_capture" if heads.kind in BLOCKS else "set_eagle3_layers_to_capture"
+    reads_states = heads.features and heads.kind != gemma4_assistant.KIND  # which reads the cache of these layers
+    if not reads_states or hasattr(loading.target, name):
+        return []
+    return [f"{type(loading.target).__name__} does not return the states that the drafter {heads.kind!r} reads"]
+
+
 def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
     """Return SGLang's options without checking the heads; the load report shows problems of heads."""
     num_tokens = config.num_speculative_tokens or 1
     drafting: dict[str, Any] = {}
-    if drafts:
-        drafting = {
-            **draft_model_options(config.model),
-            "speculative_num_steps": num_tokens,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": num_tokens + 1,
-        }
+    if drafts and not SGLANG.requires_gpu(config.model.heads.kind):  # SGLang rejects the options on a CPU
+        drafting = draft_model_options(config.model, num_tokens)
     return {
         "model_path": str(config.model.directory),
         "dtype": config.torch_dtype,

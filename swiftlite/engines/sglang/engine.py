@@ -32,6 +32,7 @@ from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupp
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
+from swiftlite.families.drafters import BLOCKS
 
 
 class SglangEngine:
@@ -60,8 +61,10 @@ class SglangEngine:
         server_args = checked_options(engine_options(config))
         with outside_torchrun(), on_devices(config.devices):
             self._engine = sglang.Engine(server_args=server_args)
-        self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
         self._kind = config.model.heads.kind
+        self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
+        if self.num_speculative_tokens and self._kind in BLOCKS:
+            self.num_speculative_tokens = server_args.speculative_num_draft_tokens - 1
         manager = self._engine.tokenizer_manager
         self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts also need positions
         self._keep_sigterm()
@@ -184,7 +187,9 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     drafts = config.num_speculative_tokens != 0
     if drafts:
         options |= speculative_options(config.model, config.num_speculative_tokens, config.speculative_config)
-        if config.draws_drafts and options["speculative_eagle_topk"] == 1 and not is_on_cpu():
+        # Block drafters draw without this option, and SGLang rejects it for them.
+        is_chain = options["speculative_eagle_topk"] == 1 and config.model.heads.kind not in BLOCKS
+        if config.draws_drafts and is_chain and not is_on_cpu():
             options["speculative_use_rejection_sampling"] = True
     options |= cpu_options(config.model.family, drafts) | config.engine_kwargs
     return {name: value for name, value in options.items() if value is not None}

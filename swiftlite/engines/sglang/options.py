@@ -23,6 +23,8 @@ from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.families import Family, eagle3, gemma4_assistant
+from swiftlite.families.dflash import DSPARK
+from swiftlite.families.drafters import BLOCKS
 from swiftlite.families.layer_types import KINDS
 from swiftlite.families.resolved import HfModel
 
@@ -34,7 +36,7 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
         num_steps: number of draft tokens per step; None means one for each head that SGLang can run.
     """
     if model.heads.kind != MTP:
-        return _drafter_problem(model)
+        return _drafter_problem(model, num_steps)
     if (model.directory / HEADS_FILE).is_file():
         return f"SGLang does not read heads in {DRAFT_FOLDER}/; train them with --draft_for sglang"
     known = SGLANG.convention_for(model.family)
@@ -56,7 +58,7 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
     return None
 
 
-def _drafter_problem(model: HfModel) -> str | None:
+def _drafter_problem(model: HfModel, num_tokens: int | None) -> str | None:
     """Return why SGLang would not draft with a drafter other than MTP heads; None if it would."""
     kind, trunks = model.heads.kind, model.family.drafter(model.config).sglang_trunks
     if not trunks:
@@ -65,6 +67,8 @@ def _drafter_problem(model: HfModel) -> str | None:
         return f"SGLang is not supported for the drafter {kind!r} of {model.family.name}, only of {', '.join(trunks)}"
     if kind == gemma4_assistant.KIND and not gemma4_assistant.reads_last_layers(model.config):
         return f"SGLang drafts with an assistant only if the last two of layer_types are {' and '.join(KINDS)}"
+    if kind in BLOCKS:
+        return _block_problem(model, num_tokens)
     own = model.directory / DRAFT_FOLDER / "config.json"
     # SGLang would leave the output layer of older exports random.
     is_old = kind == eagle3.KIND and own.is_file() and "eagle_config" not in read_json(own)
@@ -73,24 +77,43 @@ def _drafter_problem(model: HfModel) -> str | None:
     return None
 
 
+def _block_problem(model: HfModel, num_tokens: int | None) -> str | None:
+    """Return why SGLang would not draft with a block drafter; None if it would."""
+    kind, most = model.heads.kind, model.heads.drafts
+    if model.heads.draft_vocab:
+        return f"SGLang does not read the draft vocabulary of the drafter {kind!r}; train it with --draft_vocab 0"
+    if num_tokens is not None and num_tokens > most:
+        return f"the drafter {kind!r} drafts at most {most} tokens per step, not {num_tokens}"
+    if SGLANG.requires_gpu(kind):
+        return f"SGLang does not draft with the drafter {kind!r} without a GPU"
+    return None
+
+
 def draft_folder(model: HfModel) -> Path | None:
     """Return the directory from which SGLang reads the drafter; None for MTP heads, which it reads with the trunk."""
     return None if model.heads.kind == MTP else model.directory / DRAFT_FOLDER
 
 
-def draft_model_options(model: HfModel) -> dict[str, str]:
-    """Return SGLang's options for the kind of drafter and its files."""
-    folder = draft_folder(model)
-    if folder is None:
-        return {"speculative_algorithm": "NEXTN"}
-    method = model.family.drafter(model.config).sglang_method or model.heads.kind
-    return {"speculative_algorithm": method.upper(), "speculative_draft_model_path": str(folder.absolute())}
+def draft_model_options(model: HfModel, num_tokens: int) -> dict[str, Any]:
+    """Return SGLang's options for the kind of drafter, its files, and the number of draft tokens per step."""
+    kind, folder = model.heads.kind, draft_folder(model)
+    options: dict[str, Any] = {"speculative_algorithm": "NEXTN"}
+    if folder is not None:
+        method = model.family.drafter(model.config).sglang_method or kind
+        options = {"speculative_algorithm": method.upper(), "speculative_draft_model_path": str(folder.absolute())}
+    if kind == DSPARK:  # otherwise the number must be that of the drafter's config.json
+        options["speculative_dspark_block_size"] = num_tokens
+    # The last number counts the token that is verified as well.
+    numbers = {"num_steps": num_tokens, "eagle_topk": 1, "num_draft_tokens": num_tokens + 1}
+    if kind in BLOCKS:  # all tokens in one step
+        numbers["num_steps"] = 1
+    return options | {f"speculative_{name}": number for name, number in numbers.items()}
 
 
 def speculative_options(
     model: HfModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return SGLang's four speculative options: the values that the user set, otherwise values that fit the checkpoint.
+    """Return SGLang's speculative options: the values that the user set, otherwise values that fit the checkpoint.
 
     Args:
         num_tokens: number of draft tokens per step, in a chain; None means the number in `given`, or the number that
@@ -110,14 +133,7 @@ def speculative_options(
         raise UserError(problem, "use --infer_backend vllm")
     if num_steps is None:
         num_steps = _num_steps(model)
-    return {
-        **draft_model_options(model),
-        "speculative_num_steps": num_steps,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": num_steps + 1,
-        **_token_map(model),
-        **given,
-    }
+    return {**draft_model_options(model, num_steps), **_token_map(model), **given}
 
 
 def _num_steps(model: HfModel) -> int:

@@ -20,7 +20,6 @@ from torch import nn
 from swiftlite.families import linear_attention
 from swiftlite.model.attention.delta_rule import gated_delta_rule
 from swiftlite.model.attention.recurrent import RecurrentAttention, causal_conv1d, split_over_ranks
-from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class GatedDeltaNet(RecurrentAttention):
@@ -51,20 +50,11 @@ class GatedDeltaNet(RecurrentAttention):
         values = sizes.value_heads * sizes.value_head_dim
         keys = sizes.key_heads * sizes.key_head_dim
         convolved = 2 * keys + values
-        linear = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "tp_group": pg_collection.tp,
-        }
-        self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, convolved + values, gather_output=False, **linear)
-        self.in_proj_ba = ColumnParallelLinear(config.hidden_size, 2 * sizes.value_heads, gather_output=False, **linear)
-        self.out_proj = RowParallelLinear(values, config.hidden_size, input_is_parallel=True, **linear)
+        self.in_proj_qkvz = self._projection(convolved + values)
+        self.in_proj_ba = self._projection(2 * sizes.value_heads)
+        self.out_proj = self._output_projection(values)
+        self.conv1d = self._convolution(convolved, sizes.kernel)
         local_heads = self.groups * self.values_per_group
-        local_convolved = convolved // pg_collection.tp.size()
-        self.conv1d = nn.Conv1d(local_convolved, local_convolved, sizes.kernel, groups=local_convolved, bias=False)
-        self.conv1d.weight = split_over_ranks(torch.empty(local_convolved, 1, sizes.kernel, dtype=config.params_dtype))
         self.A_log = split_over_ranks(torch.empty(local_heads, dtype=torch.float32))
         self.dt_bias = split_over_ranks(torch.empty(local_heads, dtype=torch.float32))
         self.norm = GatedRMSNorm(config, sizes.value_head_dim, pg_collection.tp)

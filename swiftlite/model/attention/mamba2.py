@@ -19,7 +19,6 @@ from swiftlite.families import mamba
 from swiftlite.families.rank import Rank
 from swiftlite.model.attention.recurrent import RecurrentAttention, causal_conv1d, split_over_ranks
 from swiftlite.model.attention.state_space import state_space_scan
-from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class Mamba2(RecurrentAttention):
@@ -50,21 +49,10 @@ class Mamba2(RecurrentAttention):
         self.groups = sizes.groups // pg_collection.tp.size()
         self.heads_per_group = sizes.heads // sizes.groups
         inner, of_groups = sizes.widths(Rank())
-        linear = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "tp_group": pg_collection.tp,
-        }
-        projected = 2 * (inner + of_groups) + sizes.heads
-        self.in_proj_zxbcdt = ColumnParallelLinear(config.hidden_size, projected, gather_output=False, **linear)
-        self.out_proj = RowParallelLinear(inner, config.hidden_size, input_is_parallel=True, **linear)
-        heads, dtype = self.groups * self.heads_per_group, config.params_dtype
-        convolved = (inner + 2 * of_groups) // pg_collection.tp.size()
-        self.conv1d = nn.Conv1d(convolved, convolved, sizes.kernel, groups=convolved)
-        self.conv1d.weight = split_over_ranks(torch.empty(convolved, 1, sizes.kernel, dtype=dtype))
-        self.conv1d.bias = split_over_ranks(torch.empty(convolved, dtype=dtype))
+        self.in_proj_zxbcdt = self._projection(2 * (inner + of_groups) + sizes.heads)
+        self.out_proj = self._output_projection(inner)
+        self.conv1d = self._convolution(inner + 2 * of_groups, sizes.kernel, bias=True)
+        heads = self.groups * self.heads_per_group
         self.A_log = split_over_ranks(torch.empty(heads, dtype=torch.float32))
         self.D = split_over_ranks(torch.empty(heads, dtype=torch.float32))
         self.dt_bias = split_over_ranks(torch.empty(heads, dtype=torch.float32))

@@ -22,6 +22,7 @@ from torch import nn
 
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.context_parallel import gather_sequence, shared_row, zigzag_positions
+from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class RecurrentAttention(MegatronModule):
@@ -52,6 +53,29 @@ class RecurrentAttention(MegatronModule):
         self.pg_collection = pg_collection
         is_selective = config.recompute_granularity == "selective"
         self.is_recomputed = is_selective and "core_attn" in (config.recompute_modules or ())
+
+    def _projection(self, size: int) -> ColumnParallelLinear:
+        """Return a linear layer from the states to a number of channels, which ranks split."""
+        return ColumnParallelLinear(self.config.hidden_size, size, gather_output=False, **self._linear)
+
+    def _output_projection(self, size: int) -> RowParallelLinear:
+        """Return the linear layer from a number of channels, which ranks split, to the states."""
+        return RowParallelLinear(size, self.config.hidden_size, input_is_parallel=True, **self._linear)
+
+    @property
+    def _linear(self) -> dict[str, Any]:
+        init = self.config.init_method
+        plain = {"init_method": init, "bias": False, "skip_bias_add": False}
+        return {"config": self.config, "tp_group": self.pg_collection.tp, **plain}
+
+    def _convolution(self, channels: int, kernel: int, *, bias: bool = False) -> nn.Conv1d:
+        """Return the convolution of each of a number of channels, which ranks split, over `kernel` tokens."""
+        local, dtype = channels // self.pg_collection.tp.size(), self.config.params_dtype
+        conv = nn.Conv1d(local, local, kernel, groups=local, bias=bias)
+        conv.weight = split_over_ranks(torch.empty(local, 1, kernel, dtype=dtype))
+        if bias:
+            conv.bias = split_over_ranks(torch.empty(local, dtype=dtype))
+        return conv
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The activations of MLPs."""
+"""The activations of MLPs, as modules: from 0.17 on, megatron-core accepts nothing else (`apply_module`)."""
 
 import copy
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,18 @@ _SILU = _Activation(F.silu, _silu_backward)
 _GELU = _Activation(_gelu, _gelu_backward)
 
 
-class SwiGLU:
+class _ActivationModule(nn.Module):
+    """A module without parameters, built as megatron-core does. `config` is not used."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return nothing to save. megatron-core's MLP calls this method of all its modules (mlp.py:260 of 0.16.1)."""
+        return {}
+
+
+class SwiGLU(_ActivationModule):
     """silu(gate) * up, where gate and up are concatenated in the last dimension.
 
     megatron-core's function also adds an offset to up, which is 0 for the models here. The addition takes one more pass
@@ -48,10 +60,7 @@ class SwiGLU:
 
     activation = _SILU
 
-    def __init__(self, config: Any):
-        """Accept the argument with which megatron-core builds the module; it is not used."""
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Map [..., 2 * ffn] to [..., ffn]."""
         product = _GatedProduct.apply(gate_up, self.activation)
         assert product is not None
@@ -64,13 +73,10 @@ class GeGLU(SwiGLU):
     activation = _GELU
 
 
-class SquaredReLU:
+class SquaredReLU(_ActivationModule):
     """The square of relu, for MLPs without a gate."""
 
-    def __init__(self, config: Any):
-        """Accept the argument with which megatron-core builds the module; it is not used."""
-
-    def __call__(self, up: torch.Tensor) -> torch.Tensor:
+    def forward(self, up: torch.Tensor) -> torch.Tensor:
         """Map [..., ffn] to [..., ffn]."""
         return F.relu(up).square()
 
@@ -105,7 +111,7 @@ class _GatedProduct(torch.autograd.Function):
 class ClampedSwiGLU(SwiGLU):
     """The activation of gpt-oss (`families/mlp.py`), where gate and up alternate in the last dimension."""
 
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         product = _ClampedProduct.apply(gate_up)
         assert product is not None
         return product
@@ -153,7 +159,7 @@ class LimitedSwiGLU(SwiGLU):
 
     limit: ClassVar[float]
 
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         product = _LimitedProduct.apply(gate_up, self.limit)
         assert product is not None
         return product

@@ -51,7 +51,7 @@ class Teacher:
 
     def target(self, states_NH: torch.Tensor, beta: float) -> TeacherTarget:
         """Return the target of the loss of a micro-batch on the last stage, from its `states`."""
-        output = self.chunks[-1].trunk_output_matrix()
+        output = self.chunks[-1].output_layers.of_trunk()
         states_NH = on_device(states_NH, self.mesh.device.torch_device)
         return TeacherTarget(states_NH, output.weight_VH.detach(), beta, output.cap)
 

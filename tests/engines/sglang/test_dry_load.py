@@ -24,10 +24,12 @@ from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.engine import sampling_params
 from swiftlite.export.run import convert
+from swiftlite.families.dflash import SGLANG_TRUNKS
 from swiftlite.families.gemma4_layers import key_layers
 from swiftlite.families.serving.built import builds_quantized, modules_of
 from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
 from swiftlite.families.serving.quantized import head_modules, unlisted_engines, with_heads_kept
+from tests.e2e.test_eagle3 import exported, sizes_of
 from tests.engines.broken import (
     BROKEN,
     BROKEN_DAILY,
@@ -38,6 +40,7 @@ from tests.engines.broken import (
     projection,
     write_broken,
 )
+from tests.engines.dflash_reference import add_drafter
 from tests.engines.dry_loads import dry_loads
 from tests.engines.gemma4_assistant_reference import config_for, declare, make_assistant, settings_of
 from tests.engines.joint import filtered
@@ -103,6 +106,8 @@ METHODS: dict[str, dict[str, Any]] = {
 # Stacks of gpt-oss are only stored in MXFP4, and `quantize_hf` does not quantize those of Step-3.5. SGLang builds
 # indexers on GPUs only.
 STACKED = ("gpt_oss", "step3p5", "nemotron_h")
+BLOCKS = [(trunk, 0) for trunk in SGLANG_TRUNKS] + [("llama", 8), ("qwen3", 8)]
+"""Trunks of block drafters, and the rank of the Markov head; 0 for DFlash."""
 QUANTIZED = [
     family for family in CLASSES if family not in (*DSA, *HYBRID, *CANNOT_DRAFT["sglang"], *WITHOUT_SCALES, *STACKED)
 ]
@@ -157,6 +162,13 @@ def models(request, mesh, tmp_path_factory) -> dict[Any, Path]:
         made[family, "block"] = make_quantized(folder / f"{family}-without-scales", family, block=True)
     made["without a list"] = make_quantized(folder / "without-a-list", "qwen3", block=False)
     list_trunk(made["without a list"])
+    for trunk, rank in selected(request, "trunk", "rank"):
+        name = f"{trunk}-block-{rank}"
+        source = make_tiny_hf(folder / f"{name}-source", trunk, **sizes_of(trunk))
+        made["drafter", trunk, rank] = exported(add_drafter(source, [1, 2, 3], 2, rank), folder / name, mesh)
+    # SGLang's Qwen2 does not return the states.
+    source = make_tiny_hf(folder / "qwen2-block-source", "qwen2", **sizes_of("qwen2"))
+    made["no states"] = exported(add_drafter(source, [1, 2, 3]), folder / "qwen2-block", mesh)
     plain = make_tiny_hf(folder / "unquantized", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
     for heads in ("keep", "block"):
         made["nvfp4", heads] = folder / f"nvfp4-{heads}"
@@ -298,6 +310,20 @@ def test_numbers_that_sglang_would_leave_random_are_counted(reports, family, nam
 )
 def test_the_report_names_what_is_wrong(reports, family, name, words):
     assert mentions("\n".join(reports[family, name].problems), words)
+
+
+@pytest.mark.parametrize(("trunk", "rank"), some_of(BLOCKS, ("llama", 0), ("qwen3", 8)))
+def test_a_block_drafter_is_whole_but_requires_a_gpu(reports, trunk, rank):
+    report = reports["drafter", trunk, rank]
+    assert report.draft == ("Qwen3DSparkModel" if rank else "DFlashDraftModel")
+    (problem,) = report.problems
+    assert mentions(problem, f"SGLang {'dspark' if rank else 'dflash'} GPU")
+
+
+def test_a_trunk_that_does_not_return_the_states_of_a_drafter(reports):
+    by_rule, by_class = reports["no states"].problems
+    assert mentions(by_rule, "SGLang dflash qwen2 llama")
+    assert mentions(by_class, "Qwen2ForCausalLM dflash")
 
 
 def test_a_target_that_drafts_for_itself(reports):

@@ -1,6 +1,7 @@
 """Test SGLang's options for a checkpoint, and reading its counts. tests/e2e/test_sglang.py runs SGLang."""
 
 import importlib.util
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.engine import draft_counts, engine_options
 from swiftlite.engines.sglang.options import cpu_variables
+from tests.engines.dflash_reference import add_drafter
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
@@ -54,6 +56,44 @@ def test_heads_that_draft_once(tmp_path, depth):
     assert speculative(directory, num_speculative_tokens=None)["num_steps"] == 1
     with pytest.raises(UserError, match=naming("SGLang MiMoV2MTP 3 1")):
         speculative(directory, num_speculative_tokens=3)
+
+
+@pytest.fixture
+def has_gpu(monkeypatch):
+    monkeypatch.setattr("swiftlite.engines.info.sees_gpu", lambda: True)
+
+
+def add_block_drafter(directory: Path, rank: int, drafts: int = 3, **keys: Any) -> Path:
+    """Write a model with a drafter of 3 drafts, whose folder is not read here."""
+    add_drafter(make_tiny_hf(directory, "llama", num_hidden_layers=4), [1, 2], rank=rank)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"mtp_unroll": drafts, **keys}))
+    return directory
+
+
+@pytest.mark.parametrize(("rank", "algorithm"), [(0, "DFLASH"), (8, "DSPARK")])
+def test_a_block_is_one_step(has_gpu, tmp_path, rank, algorithm):
+    """As `_handle_dflash` and `_handle_dspark` require (arg_groups/speculative_hook.py of 0.5.23)."""
+    model = add_block_drafter(tmp_path, rank)
+    block = {"algorithm": algorithm, "draft_model_path": str(tmp_path / "draft"), "num_steps": 1, "eagle_topk": 1}
+    for given, number in ((None, 3), (2, 2)):
+        size = {"dspark_block_size": number} if rank else {}
+        expected = block | size | {"num_draft_tokens": number + 1}
+        assert speculative(model, num_speculative_tokens=given) == expected
+        assert speculative(model, num_speculative_tokens=given, draws_drafts=True) == expected
+    with pytest.raises(UserError, match=naming("3 4")):
+        speculative(model, num_speculative_tokens=4)
+
+
+def test_a_block_drafter_that_sglang_does_not_run(has_gpu, tmp_path, monkeypatch):
+    model = add_block_drafter(tmp_path, 0, mtp_draft_vocab="0-40")
+    with pytest.raises(UserError, match=naming("SGLang dflash --draft_vocab 0")):
+        speculative(model, num_speculative_tokens=None)
+    monkeypatch.setattr("swiftlite.engines.info.sees_gpu", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # SGLang is installed
+    model = add_block_drafter(tmp_path / "whole", 0)
+    with pytest.raises(UserError, match=naming("SGLang dflash GPU")):
+        speculative(model, num_speculative_tokens=None)
 
 
 def test_engine_kwargs_come_last_and_null_removes(tmp_path):

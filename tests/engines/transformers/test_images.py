@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import Engine, EngineConfig, Sampling, start_engine
 from swiftlite.families.resolved import resolve
 from tests.engines.reference import Counts
@@ -39,8 +40,7 @@ def answers_of(engine: Engine, hf: Any, prompts: list[Any], confidence: float = 
     return [completion.token_ids for completion in completions]
 
 
-def counts_of(engine: Engine) -> Counts:
-    found = engine.draft_counts()
+def as_counts(found: DraftCounts) -> Counts:
     return Counts(found.drafts, found.drafted, found.accepted_per_position)
 
 
@@ -64,12 +64,21 @@ def test_counts_are_those_of_a_reference(hf_dir, hf, prompts, num_tokens, confid
     reference = Seeing.open(hf_dir, "qwen3_5", 2)
     answers, counts = simulate(reference, hf, prompts, num_tokens, confidence)
     assert answers_of(engine, hf, prompts, confidence) == answers
-    assert counts_of(engine) == counts
+    assert as_counts(engine.draft_counts()) == counts
     assert 0.1 < counts.acceptance_rate < 0.9
+
+    def expected() -> list[Counts]:
+        return [simulate(reference, hf, [prompt], num_tokens, confidence)[1] for prompt in prompts]
+
+    of_each = []
+    for prompt in prompts:
+        before = engine.draft_counts()
+        answers_of(engine, hf, [prompt], confidence)
+        of_each.append(as_counts(engine.draft_counts().since(before)))
+    assert of_each == expected()
     for changed in ("sees_images", "has_axes"):
         setattr(reference, changed, False)
-        _, others = simulate(reference, hf, prompts, num_tokens, confidence)
-        assert others != counts or confidence == 0
+        assert expected() != of_each
         setattr(reference, changed, True)
 
 
