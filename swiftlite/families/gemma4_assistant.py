@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 KIND = GEMMA4_ASSISTANT
 PREFIX = OWN_PREFIXES[KIND]
-TRUNKS = ("gemma4_text", "gemma4", "gemma4_unified")
+WRAPPED = ("gemma4", "gemma4_unified")
+TRUNKS = ("gemma4_text", *WRAPPED)
 _ACTIVATION = "gelu_pytorch_tanh"
 _QKV = "linear_qkv.weight"
 _NEW_LAYERS = (WINDOW, WINDOW, WINDOW, FULL)
@@ -118,6 +119,12 @@ def _read_layers(hf_config: HfConfig) -> list[int]:
     """Return the numbers of the trunk's layers whose keys and values assistants read: those of the last one of each
     kind."""
     return sorted(dict(zip(kinds_of_layers(hf_config), key_layers(hf_config), strict=True)).values())
+
+
+def reads_last_layers(hf_config: HfConfig) -> bool:
+    """Return whether the last two layers of the trunk are of both kinds, as SGLang and llama.cpp require, whose
+    assistants read the cache of these layers."""
+    return tuple(kinds_of_layers(hf_config)[-2:]) == (WINDOW, FULL)
 
 
 def text_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -288,5 +295,8 @@ ASSISTANT = Drafter(
     own_prefix=PREFIX,
     published=published,
     vllm_trunks=TRUNKS,
+    sglang_trunks=WRAPPED,  # SGLang does not read the config.json of a text model as transformers 5.19 does
+    llamacpp_trunks=TRUNKS,
     vllm_method="mtp",
+    sglang_method="nextn",
 )

@@ -136,11 +136,17 @@ class AssistantReference(Reference):
     def step(
         self, embedding_BSH: torch.Tensor, state_BSH: torch.Tensor, shared: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the state that the next step reads, [B, S, H], and that of the output layer, [B, S, A], at all
+"""Return the state that the next step reads, [B, S, H], and that of the output layer, [B, S, A], at all
         positions at once."""
+        return self.step_at(embedding_BSH, state_BSH, shared, 0)
+
+    def step_at(
+        self, embedding_BSH: torch.Tensor, state_BSH: torch.Tensor, shared: Any, ahead: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of a step whose queries have positions that are larger by `ahead`."""
         model, length = self.assistant, embedding_BSH.shape[1]
         seen = torch.ones(length, length, dtype=torch.bool).tril()
-        windowed = seen.triu(1 - model.config.text_config.sliding_window)
+        windowed = seen.triu(1 + ahead - model.config.text_config.sliding_window)
         masks = {
             kind: torch.zeros(length, length).masked_fill(~mask, -torch.inf)[None, None]
             for kind, mask in {"full_attention": seen, "sliding_attention": windowed}.items()
@@ -148,7 +154,7 @@ class AssistantReference(Reference):
         output = model.model(
             inputs_embeds=model.pre_projection(torch.cat((embedding_BSH, state_BSH), dim=-1)),
             attention_mask=masks,
-            position_ids=torch.arange(length)[None],
+            position_ids=torch.arange(length)[None] + ahead,
             shared_kv_states=shared,
             use_cache=False,
         )
