@@ -17,6 +17,7 @@ from swiftlite.bridge.join import SwapHalves
 from swiftlite.families.family import Family
 from swiftlite.families.index import FAMILIES
 from swiftlite.families.serving.index import CONVENTIONS
+from swiftlite.families.serving.llamacpp import FAMILIES_RUN
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "tests" / "published" / "configs"
@@ -146,7 +147,9 @@ def _cells(family: Family, configs: list[str], yes: str) -> tuple[str, ...]:
     drafts = {engine: convention(family) for engine, convention in CONVENTIONS.items()}
     in_vllm = drafts["vllm"]
     has_published_heads = in_vllm is not None and not in_vllm.draft.endswith(PLUGIN)
-    classes = [f"`{found.draft}`" if (found := drafts[engine]) else "" for engine in ("vllm", "sglang", "llamacpp")]
+    classes = [f"`{found.draft}`" if (found := drafts[engine]) else "" for engine in ("vllm", "sglang")]
+    of_files = FAMILIES_RUN.get(family.name)
+    classes.append(f"`{of_files}`" if of_files else "")
     return (
         f"`{family.name}`",
         ", ".join(configs),

@@ -228,6 +228,7 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
         values |= FAMILIES[family].tiny
     if family == "gemma4_text":
         values["num_global_key_value_heads"] = num_kv_heads
+        values["layer_types"] = ["sliding_attention"] * (args.num_layers - 1) + ["full_attention"]
     if family == "olmo3":
         values["layer_types"] = [("sliding_attention", "full_attention")[n % 2] for n in range(args.num_layers)]
     if family == "nemotron_h":

@@ -130,7 +130,7 @@ def trained(shared) -> Trained:
     not always. The checkpoint must not be changed.
     """
     from tests.engines.reference import convention, follow, write_trained
-    from tests.tiny import HYBRID, LATENT, VLLM_LATENT_SIZES, VLLM_LINEAR_SIZES, VLLM_VALUE_SIZES
+    from tests.tiny import HYBRID, LATENT, LLAMACPP_SIZES, VLLM_LATENT_SIZES, VLLM_LINEAR_SIZES, VLLM_VALUE_SIZES
 
     def get(family: str, depth: int, engine: str = "transformers") -> tuple[Path, list[list[int]]]:
         drafting = convention(engine, family).drafting
@@ -143,7 +143,7 @@ def trained(shared) -> Trained:
         if engine == "transformers":
             sizes = {}
         elif engine == "llamacpp":  # any size; it norms latents with rms_norm_eps, transformers with 1e-6
-            sizes = {"rms_norm_eps": 1e-6} if family in LATENT else {}
+            sizes = {"rms_norm_eps": 1e-6} if family in LATENT else LLAMACPP_SIZES.get(family, {})
 
         def make(directory: Path) -> None:
             def draft_as(reference):

@@ -141,8 +141,12 @@ CANNOT_DRAFT = {
 """Families whose heads an engine cannot use for drafting."""
 ONLY_IN_TRANSFORMERS = ("exaone4_5", "kimi_k25", "mistral3", "step3p7")
 """Families whose heads only transformers uses for drafting."""
-ONLY_IN_VLLM = ("gemma3", *GEMMA4, "nemotron_h", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Families whose heads SGLang and llama.cpp cannot use for drafting."""
+LLAMACPP_SIZES: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+}
+"""Sizes of tiny models that llama.cpp runs, where others have layers that it does not have next to each other."""
+ONLY_IN_VLLM = ("gemma3", *GEMMA4, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Families whose MTP heads SGLang and llama.cpp cannot use for drafting."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 WITHOUT_GATES = ("nemotron_h",)
 """Families with experts without gates, which vLLM computes on GPUs only."""
@@ -573,6 +577,10 @@ def write_hf(
         config = gemma4_as_published(config)
     if family == "nemotron_h":
         config["num_hidden_layers"] = len(config["layers_block_type"])
+        # as published; SGLang reads no other names
+        older = {"linear_attention": "mamba", "full_attention": "attention"}
+        for key in ("layers_block_type", "mtp_layers_block_type"):
+            config[key] = [older.get(kind, kind) for kind in config[key]]
         if "moe" not in config["layers_block_type"]:
             config["mtp_hybrid_override_pattern"] = "*"
     if depth or family in ("ernie4_5_moe", "mimo", *NEXT_LAYER_HEADS):

@@ -218,15 +218,17 @@ def compare_shapes(
 
 
 def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str]:
-    """Return a problem (one line) for each HF tensor of these bridge rows with an integer dtype.
+    """Return a problem (one line) for each HF tensor of these bridge rows with an integer dtype, and for each that must
+    have one (`Row.is_integer`).
 
-    Integers mean quantized weights.
+    Integers mean quantized weights otherwise.
     """
     problems = []
     for row in rows:
+        required = "these numbers must be integers" if row.is_integer else "weights must be floating-point"
         for key in (*row.hf, *row.hf_copies):
-            if key in entries and not entries[key].dtype.is_floating_point:
-                problems.append(f"{key} is {entries[key].dtype}; weights must be floating-point")
+            if key in entries and entries[key].dtype.is_floating_point == row.is_integer:
+                problems.append(f"{key} is {entries[key].dtype}; {required}")
     return problems
 
 

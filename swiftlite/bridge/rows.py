@@ -35,6 +35,8 @@ class Row:
             source model had another dtype.
         is_frozen: whether the parameter is not trained, except those of indexers (--indexer_mode). New MTP heads always
             copy it from the trunk.
+        is_integer: whether the parameter consists of integers, such as ids of tokens: a buffer in int64, which an
+            export writes in the dtype of the source model.
         can_be_new: whether the parameter is random if the files do not contain its HF tensors.
     """
 
@@ -45,6 +47,7 @@ class Row:
     mcore_copies: tuple[str, ...] = ()
     is_exact: bool = False
     is_frozen: bool = False
+    is_integer: bool = False
     can_be_new: bool = False
 
     def hf_shapes(self) -> dict[str, Shape]:

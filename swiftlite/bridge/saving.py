@@ -253,9 +253,10 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[place
 
 def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:
     """Return a function that returns the dtype in which an HF key is written; see `save_hf`."""
+    integers = shapes_of(row for row in rows if row.is_integer)
     if isinstance(dtypes, str | torch.dtype):
         one = _dtype(dtypes)
-        return lambda key: one
+        return lambda key: torch.int64 if key in integers else one
     exact = shapes_of(row for row in rows if row.is_exact)
     stated = dtypes or {}
     usual: str | torch.dtype = bindings[0].shard.tensor.dtype
@@ -268,6 +269,8 @@ def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) 
         found = stated.get(stack_name(key)) or stated.get(key)
         if found is None and key in exact:
             found = usual_exact.get(_leaf(key), torch.float32)
+        if found is None and key in integers:
+            found = torch.int64
         return _dtype(found or usual)
 
     return dtype_of

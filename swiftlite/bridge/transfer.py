@@ -290,7 +290,10 @@ def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
 def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
     if problems := whole_numbers(rows, checkpoint.entries):
         lines = "\n  ".join(some(problems))
-        raise UserError(f"{checkpoint.hf_dir} cannot be read:\n  {lines}", "use the model before its quantization")
+        raise UserError(
+            f"{checkpoint.hf_dir} cannot be read:\n  {lines}",
+            "use the model with the dtypes of its publication, before a quantization",
+        )
 
 
 def _draw(bindings: Sequence[Binding], std: float, seed: int, norm_start: float) -> None:

@@ -70,7 +70,8 @@ def _quantize(model: HfModel, file: Path, gguf_type: str) -> None:
     whole = file.with_name(f".{file.name}.bf16")
     write_gguf(model, whole, "bf16")
     _check_numbers(model, whole, "bf16")
-    layers = range(model.config["num_hidden_layers"], model.config["num_hidden_layers"] + model.heads.layers)
+    first_head = model.family.architecture(model.config).outside.num_layers
+    layers = range(first_head, first_head + model.heads.layers)
     kept: list[str] = []
     for layer in layers:
         kept += ["--tensor-type", f"blk\\.{layer}\\.=q8_0"]
@@ -94,7 +95,7 @@ def _check_with_server(args: ExportArgs, model: HfModel, file: Path) -> None:
     prompts = load_prompts(args.val_dataset)[:MAX_PROMPTS] if args.val_dataset else []
     checked = check_file(words, file, template, prompts)
     if has_draft_file(model):
-        load(words, file, draft_architecture_of(model.family, model.config).name, draft_file_of(file))
+        load(words, file, draft_architecture_of(model.family, model.config).method, draft_file_of(file))
     if checked.problems:
         lines = "\n  ".join(checked.problems[:10])
         raise UserError(f"llama.cpp reads {file.name} differently:\n  {lines}", "nothing was written")

@@ -354,16 +354,13 @@ def _source_tensors(source: RunSource) -> dict[str, dict[str, Any]]:
 def _written_dtypes(dtypes: dict[str, str], source: RunSource, torch_dtype: str | None) -> dict[str, str]:
     """Return the dtype in which each tensor is written.
 
-    With --torch_dtype, float32 tensors of 16-bit models remain float32.
+    With --torch_dtype, float32 tensors of 16-bit models remain float32, and integers remain integers.
     """
     if torch_dtype is None:
         return dtypes
-    cast = dict.fromkeys(dtypes, torch_dtype)
-    if torch_dtype == "float32":
-        return cast
     rows = source.hf_model.family.rows(source.hf_model.config, source.heads.layers)
-    exact = shapes_of(row for row in rows if row.is_exact)
-    return cast | {key: own for key, own in dtypes.items() if key in exact}
+    kept = shapes_of(row for row in rows if row.is_integer or (row.is_exact and torch_dtype != "float32"))
+    return {key: own if key in kept else torch_dtype for key, own in dtypes.items()}
 
 
 def _write_small_files(export: Export) -> None:

@@ -148,7 +148,7 @@ class Drafter:
             content of its files (OWN_CONFIG_KEY, OWN_GENERATION_KEY) and of the trunk's config.json; None for drafters
             that are not read from one.
         vllm_trunks, sglang_trunks, llamacpp_trunks: families of trunks that the engine drafts for with it.
-        vllm_method: vLLM's name of the kind; empty: the same.
+        vllm_method, sglang_method: the engine's name of the kind; empty: the same.
         needs_plugin: whether vLLM drafts with a class of swiftlite's plugin, and not without it.
         sizes: returns sizes and work of a layer that drafts a number of tokens; None: those of an MTP head.
         is_block: whether it drafts all tokens in one pass, so that --drafter_layers and --drafter_anchors apply.
@@ -170,6 +170,7 @@ class Drafter:
     sglang_trunks: tuple[str, ...] = ()
     llamacpp_trunks: tuple[str, ...] = ()
     vllm_method: str = ""
+    sglang_method: str = ""
     needs_plugin: bool = False
     sizes: Callable[["Family", HfConfig, int], DrafterSizes] | None = None
     is_block: bool = False

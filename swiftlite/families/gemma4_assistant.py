@@ -6,6 +6,8 @@ At position s, with h the trunk's state after its final norm, and the trunk's em
     x = decoder layer of Gemma 4 (x), several of them, without keys and values of their own
     logits = output layer of the assistant (norm(x))
 
+Assistants of E2B and E4B draft only tokens of the clusters that norm(x) selects (`model/loss/clusters.py`).
+
 The query of each layer has position s. It sees the keys and values up to s of the trunk's last layer with the same kind
 of attention, sliding or full. The next draft reads the embedding of token s + 2, and post_projection (norm(x)) as h;
 its query and its keys are those of the first draft. So the assistant has no state of its own in an engine.
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 
 KIND = GEMMA4_ASSISTANT
 PREFIX = OWN_PREFIXES[KIND]
-TRUNKS = ("gemma4_text", "gemma4", "gemma4_unified")
+WRAPPED = ("gemma4", "gemma4_unified")
+TRUNKS = ("gemma4_text", *WRAPPED)
 _ACTIVATION = "gelu_pytorch_tanh"
 _QKV = "linear_qkv.weight"
 _NEW_LAYERS = (WINDOW, WINDOW, WINDOW, FULL)
@@ -118,6 +121,12 @@ def _read_layers(hf_config: HfConfig) -> list[int]:
     return sorted(dict(zip(kinds_of_layers(hf_config), key_layers(hf_config), strict=True)).values())
 
 
+def reads_last_layers(hf_config: HfConfig) -> bool:
+    """Return whether the last two layers of the trunk are of both kinds, as SGLang and llama.cpp require, whose
+    assistants read the cache of these layers."""
+    return tuple(kinds_of_layers(hf_config)[-2:]) == (WINDOW, FULL)
+
+
 def text_config(hf_config: HfConfig) -> dict[str, Any]:
     """Return the settings of the assistant's layers."""
     return hf_config[DRAFTER_KEY][OWN_CONFIG_KEY]["text_config"]
@@ -142,6 +151,18 @@ def layers_of(architecture: Architecture, hf_config: HfConfig) -> list[Layer]:
         )
         layers.append(Layer(own, mlp, has_output_norms=True, has_scalar=True))
     return layers
+
+
+def clusters_of(hf_config: HfConfig) -> dict[str, int]:
+    """Return the number of tokens, of their clusters, and of clusters that are selected first; empty without clusters.
+
+    Published assistants of E2B and E4B have clusters (`use_ordered_embeddings`).
+    """
+    own = hf_config[DRAFTER_KEY][OWN_CONFIG_KEY]
+    if not own.get("use_ordered_embeddings"):
+        return {}
+    numbers = {"clusters": own.get("num_centroids", 2048), "selected": own.get("centroid_intermediate_top_k", 32)}
+    return {"vocab": hf_config.get("vocab_size", 0), **numbers}
 
 
 def features_read(hf_config: HfConfig) -> list[int]:
@@ -184,6 +205,11 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
         Row("final_layernorm.weight", {"model.norm.weight": (size,)}),
         Row("output_layer.weight", embedding, PadEnd()),
     ]
+    if clusters := clusters_of(hf_config):
+        centroids = {"masked_embedding.centroids.weight": (clusters["clusters"], size)}
+        tokens = {"masked_embedding.token_ordering": (clusters["vocab"],)}
+        rows.append(Row("clusters.centroids.weight", centroids))
+        rows.append(Row("clusters.token_ordering", tokens, is_frozen=True, is_integer=True))
     for number, own in enumerate(layers_of(family.architecture(hf_config), hf_config)):
         rows += lift(_trained(own.rows()), f"decoder_layer_{number}.", f"model.layers.{number}.")
     return lift(rows, f"mtp.layers.{layer}.", PREFIX)
@@ -206,7 +232,8 @@ def _sizes(family: "Family", hf_config: HfConfig, drafts: int) -> DrafterSizes:
         passes=drafts,
         queries=1,
         exceptions={"embed_tokens.": 0},
-        stored=drafts * (2 * hidden + 2 * size),  # inputs of both projections, and of the output norm
+        # Inputs of both projections and of the output norm, and scores of clusters with their logarithms in float32.
+        stored=drafts * (2 * hidden + 2 * size + 4 * clusters_of(hf_config).get("clusters", 0)),
         output=0,
         own_output=size,
         read_macs=sum(size_out * size_in for name, size_out, size_in in read if name.endswith(_QKV)),
@@ -225,11 +252,7 @@ def _problems(hf_config: HfConfig) -> list[str]:
     for key, values in _NEUTRAL.items():
         if text.get(key) not in values:
             problems.append(f"{key} {text.get(key)!r} is not supported; it can only be {values[0]!r}")
-    if config.get("use_ordered_embeddings"):
-        problems.append(
-            "use_ordered_embeddings is not supported, which published assistants of E2B and E4B have; "
-            "--drafter gemma4_assistant creates one without it"
-        )
+    problems += _cluster_problems(hf_config)
     if not config.get("tie_word_embeddings", True):
         problems.append("tie_word_embeddings is not true")
     for key, found, wanted in (
@@ -250,6 +273,18 @@ def _problems(hf_config: HfConfig) -> list[str]:
     return problems
 
 
+def _cluster_problems(hf_config: HfConfig) -> list[str]:
+    clusters = clusters_of(hf_config)
+    if not clusters:
+        return []
+    vocab, number, selected = clusters.values()
+    if not isinstance(number, int) or number < 1 or vocab % number:
+        return [f"num_centroids {number!r} does not divide the vocabulary of {vocab} tokens"]
+    if not isinstance(selected, int) or not 1 <= selected <= number:
+        return [f"centroid_intermediate_top_k {selected!r} is not between 1 and num_centroids {number}"]
+    return []
+
+
 ASSISTANT = Drafter(
     rows=_rows,
     layer_of=lambda family, hf_config, hf_key: 0 if hf_key.startswith(PREFIX) else None,
@@ -260,5 +295,8 @@ ASSISTANT = Drafter(
     own_prefix=PREFIX,
     published=published,
     vllm_trunks=TRUNKS,
+    sglang_trunks=WRAPPED,  # SGLang does not read the config.json of a text model as transformers 5.19 does
+    llamacpp_trunks=TRUNKS,
     vllm_method="mtp",
+    sglang_method="nextn",
 )

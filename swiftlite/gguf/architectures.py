@@ -9,7 +9,7 @@ The trunk of another kind of drafter, which is a file of its own (`drafters.py`)
 files (`TRUNKS`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
-from swiftlite.families.serving.llamacpp import ARCHITECTURES, TRUNKS
+from swiftlite.families.serving.llamacpp import ARCHITECTURES, FAMILIES_RUN, TRUNKS
+from swiftlite.gguf import gemma4, nemotron_h
 from swiftlite.gguf.tensors import IDLE_EXPERT, Conversion, Naming, conversions
 
 HfConfig = Mapping[str, Any]
@@ -39,12 +40,21 @@ class GgufArchitecture:
     Attributes:
         name: value of general.architecture.
         naming: names of its tensors.
-        metadata: returns the keys of this architecture, without its name, in addition to those of all architectures.
+        metadata: returns the keys of this architecture, without its name, in addition to those of all architectures,
+            for a number of MTP heads.
+        problems: yields a line for each setting that it does not support, for a number of MTP heads.
+        constants: returns tensors of which no Hugging Face tensor is the source.
+        has_heads: whether its graph drafts with MTP heads.
+        has_windows: whether its layers can have sliding windows.
     """
 
     name: str
     naming: Naming
-    metadata: Callable[[Family, HfConfig], Metadata]
+    metadata: Callable[[Family, HfConfig, int], Metadata]
+    problems: Callable[[Family, HfConfig, int], Iterable[str]] = lambda family, hf_config, heads: ()
+    constants: Callable[[Family, HfConfig], list[Conversion]] = lambda family, hf_config: []
+    has_heads: bool = True
+    has_windows: bool = False
 
 
 def _experts(kind: MixtureOfExperts) -> Metadata:
@@ -82,7 +92,7 @@ def _mixture(family: Family, hf_config: HfConfig) -> tuple[MixtureOfExperts | No
     return mixture, leading
 
 
-def _glm4moe(family: Family, hf_config: HfConfig) -> Metadata:
+def _glm4moe(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
     mixture, leading = _mixture(family, hf_config)
     if mixture is None:
         ffn = hf_config["intermediate_size"]
@@ -104,7 +114,7 @@ def _glm4moe(family: Family, hf_config: HfConfig) -> Metadata:
     return _experts(mixture) | shared | {"leading_dense_block_count": leading}
 
 
-def _deepseek2(family: Family, hf_config: HfConfig) -> Metadata:
+def _deepseek2(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
     mixture, leading = _mixture(family, hf_config)
     attention = family.architecture(hf_config).layers[0].attention
     assert mixture is not None
@@ -134,13 +144,13 @@ def _deepseek2(family: Family, hf_config: HfConfig) -> Metadata:
     return metadata
 
 
-def _hy_v3(family: Family, hf_config: HfConfig) -> Metadata:
+def _hy_v3(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
     kinds = [layer.mlp for layer in family.architecture(hf_config).layers]
     mixture = next(kind for kind in kinds if isinstance(kind, MixtureOfExperts))  # layers without a router are dense
     return _experts(mixture) | {"expert_shared_feed_forward_length": mixture.shared_ffn or IDLE_EXPERT}
 
 
-def _hybrid(family: Family, hf_config: HfConfig) -> Metadata:
+def _hybrid(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
     layers = family.architecture(hf_config).layers
     recurrent = [layer.attention for layer in layers if isinstance(layer.attention, GatedDeltaNet)]
     if not recurrent:
@@ -161,7 +171,7 @@ def _hybrid(family: Family, hf_config: HfConfig) -> Metadata:
         "ssm.time_step_rank": kind.value_heads,
         "ssm.inner_size": kind.value_heads * kind.value_head_dim,
         # Heads follow the trunk's layers, and are not recurrent.
-        "attention.recurrent_layers": [layer.attention.is_recurrent for layer in layers],
+        "attention.recurrent_layers": [layer.attention.is_recurrent for layer in layers] + [False] * heads,
     }
     mlp = layers[-1].mlp
     if isinstance(mlp, MixtureOfExperts):
@@ -169,12 +179,23 @@ def _hybrid(family: Family, hf_config: HfConfig) -> Metadata:
     return metadata
 
 
-def _qwen35(family: Family, hf_config: HfConfig) -> Metadata:
+def _qwen35(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
     sections = dense.rope_parameters(hf_config).get("mrope_section") or [11, 11, 10]
-    return _hybrid(family, hf_config) | {"rope.dimension_sections": [*sections, 0]}
+    return _hybrid(family, hf_config, heads) | {"rope.dimension_sections": [*sections, 0]}
 
 
-def _no_more(family: Family, hf_config: HfConfig) -> Metadata:
+def _nemotron_h(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
+    metadata = nemotron_h.metadata(family, hf_config, heads)
+    kinds = [layer.mlp for layer in family.architecture(hf_config).layers]
+    for mixture in kinds:
+        if isinstance(mixture, MixtureOfExperts):
+            own = {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared_ffn}
+            latent = {"moe_latent_size": mixture.latent} if mixture.latent else {}
+            return metadata | _experts(mixture) | own | latent
+    return metadata
+
+
+def _no_more(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
     return {}
 
 
@@ -185,8 +206,18 @@ RECORDS = (
     GgufArchitecture("qwen3next", Naming(_POST_NORM, joins_decays=True), _hybrid),
     GgufArchitecture("qwen35", Naming(_POST_NORM, tiles_values=True), _qwen35),
     GgufArchitecture("qwen35moe", Naming(_POST_NORM, tiles_values=True), _qwen35),
-    GgufArchitecture("llama", Naming(pairs_channels=True), _no_more),
-    GgufArchitecture("qwen3", Naming(), _no_more),
+    GgufArchitecture("llama", Naming(pairs_channels=True), _no_more, has_heads=False),
+    GgufArchitecture("qwen3", Naming(), _no_more, has_heads=False),
+    GgufArchitecture(
+        "gemma4",
+        Naming(),
+        lambda family, hf_config, heads: gemma4.trunk_metadata(family, hf_config),
+        lambda family, hf_config, heads: gemma4.problems(family, hf_config),
+        gemma4.constants,
+        has_heads=False,
+        has_windows=True,
+    ),
+    GgufArchitecture("nemotron_h_moe", Naming(_POST_NORM), _nemotron_h, nemotron_h.problems),
 )
 
 
@@ -199,11 +230,9 @@ def architecture_of(family: Family, kind: str = MTP) -> GgufArchitecture:
     Raises:
         UserError: llama.cpp does not run the family.
     """
-    name = ARCHITECTURES.get(family.name)
-    if kind != MTP:
-        name = TRUNKS.get(family.name, name)
+    name = (FAMILIES_RUN if kind == MTP else ARCHITECTURES | TRUNKS).get(family.name)
     if name is None:
-        supported = ", ".join(sorted(ARCHITECTURES))
+        supported = ", ".join(sorted(FAMILIES_RUN))
         raise UserError(f"GGUF files are not supported for {family.name}", f"supported families: {supported}")
     return architecture_named(name)
 
@@ -231,32 +260,30 @@ def metadata_of(family: Family, hf_config: HfConfig, heads: int, kind: str = MTP
         UserError: llama.cpp does not support a setting of config.json.
     """
     architecture = architecture_of(family, kind)
-    if problems := list(_problems(family, hf_config, heads)):
+    if problems := list(_problems(family, hf_config, heads, architecture)):
         raise UserError(f"llama.cpp does not support this {family.name} model:\n  " + "\n  ".join(problems))
-    layers = hf_config["num_hidden_layers"]
+    described = family.architecture(hf_config)
     metadata: Metadata = {
-        "block_count": layers + heads,
+        "block_count": described.outside.num_layers + heads,
         "context_length": hf_config["max_position_embeddings"],
         "embedding_length": hf_config["hidden_size"],
         "feed_forward_length": hf_config.get("intermediate_size", 0),
         "attention.head_count": hf_config["num_attention_heads"],
-        "attention.layer_norm_rms_epsilon": float(hf_config["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(described.outside.mcore_config["layernorm_epsilon"]),
         "rope.freq_base": float(dense.rope_theta(hf_config) or 10000.0),
         "vocab_size": hf_config["vocab_size"],
     }
-    full = [layer.attention for layer in family.architecture(hf_config).layers if not layer.attention.is_recurrent]
-    if isinstance(full[0], GroupedQueryAttention):
+    grouped = [attention for attention in described.attentions if isinstance(attention, GroupedQueryAttention)]
+    if grouped:
         metadata |= {
-            "attention.head_count_kv": full[0].groups,
-            "attention.key_length": full[0].head_dim,
-            "attention.value_length": full[0].head_dim,
-            "rope.dimension_count": full[0].rotary,
+            "attention.head_count_kv": grouped[0].groups,
+            "attention.key_length": grouped[0].head_dim,
+            "attention.value_length": grouped[0].head_dim,
+            "rope.dimension_count": grouped[0].rotary,
         }
     if heads:
         metadata["nextn_predict_layers"] = heads
-    metadata |= rope_scaling(hf_config) | architecture.metadata(family, hf_config)
-    if recurrent := metadata.get("attention.recurrent_layers"):
-        metadata["attention.recurrent_layers"] = [*recurrent, *[False] * heads]
+    metadata |= rope_scaling(hf_config) | architecture.metadata(family, hf_config, heads)
     named = {f"{architecture.name}.{key}": value for key, value in metadata.items()}
     return {"general.architecture": architecture.name, **named}
 
@@ -267,14 +294,20 @@ def conversions_of(family: Family, hf_config: HfConfig, heads: int, architecture
     Args:
         heads: number of MTP heads.
     """
-    return conversions(family, hf_config, heads, architecture.naming)
+    return [*conversions(family, hf_config, heads, architecture.naming), *architecture.constants(family, hf_config)]
 
 
-def _problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
+def _problems(family: Family, hf_config: HfConfig, heads: int, architecture: GgufArchitecture) -> Iterator[str]:
     """Yield a line for each setting that llama.cpp does not support."""
-    if heads > 1:
+    if heads and not architecture.has_heads:
+        yield (
+            f"MTP heads, which its architecture {architecture.name} does not have; export the run with --mtp strip, or "
+            "use --infer_backend vllm or transformers"
+        )
+    elif heads > 1:
         yield f"{heads} MTP heads; only one is supported. With --mtp_unroll, one head drafts several tokens"
-    if any(attention.window is not None for attention in family.architecture(hf_config).attentions):
+    has_windows = any(attention.window is not None for attention in family.architecture(hf_config).attentions)
+    if has_windows and not architecture.has_windows:
         yield f"sliding_window {hf_config['sliding_window']}"
     if (kind := dense.rope_parameters(hf_config).get("rope_type", "default")) not in _ROPE_TYPES:
         yield f"rope_type {kind!r}; supported: {', '.join(_ROPE_TYPES)}"
@@ -285,6 +318,7 @@ def _problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
         yield f"attention_factor {rope['attention_factor']} of rotary embeddings"
     if rope.get("truncate") is False:
         yield "truncate false of rotary embeddings"
+    yield from architecture.problems(family, hf_config, heads)
 
 
 def rope_scaling(hf_config: HfConfig) -> Metadata:

@@ -1,7 +1,8 @@
 """Describe the GGUF files of drafters other than MTP heads.
 
 llama.cpp reads such a drafter from a file of its own (`--model-draft`) and shares the embedding and the output layer of
-the trunk. Features are the inputs of the decoder layers in `target_layers`, as in `Heads.features`.
+the trunk. Features are the inputs of the decoder layers in `target_layers`, as in `Heads.features`. An assistant of
+Gemma 4 has an output layer of its own, and reads the trunk's cache instead of features.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,11 +11,12 @@ from typing import Any
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
-from swiftlite.families import dense, dflash, eagle3
+from swiftlite.families import dense, dflash, eagle3, gemma4_assistant
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import Family
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving.llamacpp import why_no_drafter
+from swiftlite.gguf import gemma4
 from swiftlite.gguf.architectures import Metadata, rope_scaling
 from swiftlite.gguf.tensors import Conversion, Naming, layer_conversions
 
@@ -32,10 +34,12 @@ class DraftArchitecture:
         name: value of general.architecture.
         method: value of `--spec-type` without the prefix `draft-`.
         layers: returns the start of the Megatron names of each decoder layer.
-        layer_of: returns the description of a decoder layer.
+        layer_of: returns the description of a decoder layer; all have the same tensors.
         outside: GGUF names outside of decoder layers, by Megatron name.
         naming: names in decoder layers.
         metadata: returns the keys of this architecture, and keys with a dot at the start, which are not below its name.
+        constants: returns tensors of which no Hugging Face tensor is the source.
+        why_not: returns why llama.cpp does not run the drafter of a model; empty if it does.
     """
 
     name: str
@@ -44,19 +48,45 @@ class DraftArchitecture:
     layer_of: Callable[[Architecture, HfConfig], Layer]
     outside: Mapping[str, str]
     naming: Naming
-    metadata: Callable[[HfConfig], Metadata]
+    metadata: Callable[[Family, HfConfig], Metadata]
+    constants: Callable[[Family, HfConfig], list[Conversion]] = lambda family, hf_config: []
+    why_not: Callable[[Family, HfConfig], str] = lambda family, hf_config: ""
 
 
-def _dflash_metadata(hf_config: HfConfig) -> Metadata:
+def _dflash_metadata(family: Family, hf_config: HfConfig) -> Metadata:
     heads, is_anchor_used = Heads.from_config(hf_config), dflash.samples_from_anchor(hf_config)
     block: Metadata = {"block_size": heads.drafts + 1}  # with the last known token
     if is_anchor_used:
         block = {"block_size": heads.drafts, FROM_ANCHOR: True}
-    return {**block, ".tokenizer.ggml.mask_token_id": dflash.mask_token(hf_config)}
+    own = _reading_features(family, hf_config)
+    return {**own, **block, ".tokenizer.ggml.mask_token_id": dflash.mask_token(hf_config)}
 
 
-def _eagle3_metadata(hf_config: HfConfig) -> Metadata:
-    return {"target_hidden_size": hf_config["hidden_size"]}
+def _eagle3_metadata(family: Family, hf_config: HfConfig) -> Metadata:
+    return {**_reading_features(family, hf_config), "target_hidden_size": hf_config["hidden_size"]}
+
+
+def _reading_features(family: Family, hf_config: HfConfig) -> Metadata:
+    """Return the keys of drafters that read features."""
+    own_config = family.drafter(hf_config).own_config
+    assert own_config is not None  # kinds in `DRAFT_ARCHITECTURES` have one
+    own = own_config(family, hf_config)
+    return {
+        "block_count": own["num_hidden_layers"],
+        "context_length": own["max_position_embeddings"],
+        "embedding_length": own["hidden_size"],
+        "feed_forward_length": own["intermediate_size"],
+        "attention.head_count": own["num_attention_heads"],
+        "attention.head_count_kv": own["num_key_value_heads"],
+        "attention.key_length": own["head_dim"],
+        "attention.value_length": own["head_dim"],
+        "attention.layer_norm_rms_epsilon": float(own["rms_norm_eps"]),
+        "rope.dimension_count": own["head_dim"],
+        "rope.freq_base": float(dense.rope_theta(own) or 10000.0),
+        "vocab_size": own["vocab_size"],
+        "target_layers": [*Heads.from_config(hf_config).features],
+        **rope_scaling(own),
+    }
 
 
 _BLOCK_DRAFTER = DraftArchitecture(
@@ -92,6 +122,24 @@ DRAFT_ARCHITECTURES = {
         ),
         metadata=_eagle3_metadata,
     ),
+    gemma4_assistant.KIND: DraftArchitecture(
+        name="gemma4-assistant",
+        method="mtp",
+        layers=lambda hf_config: [
+            f"decoder_layer_{number}." for number in range(gemma4_assistant.text_config(hf_config)["num_hidden_layers"])
+        ],
+        layer_of=lambda architecture, hf_config: gemma4_assistant.layers_of(architecture, hf_config)[0],
+        outside={
+            "pre_projection.weight": "nextn.pre_projection.weight",
+            "post_projection.weight": "nextn.post_projection.weight",
+            "final_layernorm.weight": "output_norm.weight",
+            "output_layer.weight": "token_embd.weight",
+        },
+        naming=Naming(),
+        metadata=gemma4.assistant_metadata,
+        constants=gemma4.constants,
+        why_not=gemma4.why_no_assistant,
+    ),
 }
 """Kind of drafter -> its architecture."""
 
@@ -102,9 +150,10 @@ def draft_architecture_of(family: Family, hf_config: HfConfig) -> DraftArchitect
     Raises:
         UserError: llama.cpp does not run the drafter.
     """
-    if reason := why_no_drafter(family, hf_config):
+    kind = Heads.from_config(hf_config).kind
+    if reason := why_no_drafter(family, hf_config) or DRAFT_ARCHITECTURES[kind].why_not(family, hf_config):
         raise UserError(reason, "use --infer_backend vllm or transformers")
-    return DRAFT_ARCHITECTURES[Heads.from_config(hf_config).kind]
+    return DRAFT_ARCHITECTURES[kind]
 
 
 def draft_metadata_of(family: Family, hf_config: HfConfig) -> Metadata:
@@ -113,30 +162,9 @@ def draft_metadata_of(family: Family, hf_config: HfConfig) -> Metadata:
     Raises:
         UserError: llama.cpp does not support the drafter.
     """
-    heads = Heads.from_config(hf_config)
     architecture = draft_architecture_of(family, hf_config)
-    own_config = family.drafter(hf_config).own_config
-    assert own_config is not None  # kinds in `DRAFT_ARCHITECTURES` have one
-    own = own_config(family, hf_config)
-    metadata: Metadata = {
-        "block_count": own["num_hidden_layers"],
-        "context_length": own["max_position_embeddings"],
-        "embedding_length": own["hidden_size"],
-        "feed_forward_length": own["intermediate_size"],
-        "attention.head_count": own["num_attention_heads"],
-        "attention.head_count_kv": own["num_key_value_heads"],
-        "attention.key_length": own["head_dim"],
-        "attention.value_length": own["head_dim"],
-        "attention.layer_norm_rms_epsilon": float(own["rms_norm_eps"]),
-        "rope.dimension_count": own["head_dim"],
-        "rope.freq_base": float(dense.rope_theta(own) or 10000.0),
-        "vocab_size": own["vocab_size"],
-        "target_layers": [*heads.features],
-        **rope_scaling(own),
-        **architecture.metadata(hf_config),
-    }
     named: Metadata = {"general.architecture": architecture.name}
-    for key, value in metadata.items():
+    for key, value in architecture.metadata(family, hf_config).items():
         named[key[1:] if key.startswith(".") else f"{architecture.name}.{key}"] = value
     return named
 
@@ -155,4 +183,4 @@ def draft_conversions_of(family: Family, hf_config: HfConfig) -> list[Conversion
         prefix = _PREFIX + start
         of_layer = [row for row in rows if row.mcore.startswith(prefix)]
         found += layer_conversions(of_layer, prefix, number, layer, family, architecture.naming)
-    return found
+    return [*found, *architecture.constants(family, hf_config)]

@@ -6,6 +6,8 @@ DTYPES = "swiftlite.dtypes"
 """JSON: the dtype of most Hugging Face tensors ("default"), and names of tensors by other dtypes."""
 COPIES = "swiftlite.copies"
 """JSON: the Hugging Face tensors that are copies of another one, with the name of the original."""
+STACKS = "swiftlite.stacks"
+"""JSON: names of Hugging Face tensors that are stacks of all experts; other files have a tensor for each expert."""
 EXACT = "swiftlite.exact."
 """Prefix of the keys with the bits of Hugging Face tensors that cannot be computed from GGUF tensors exactly."""
 FILES = {

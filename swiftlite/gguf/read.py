@@ -17,6 +17,7 @@ import torch
 from swiftlite.base.errors import UserError, clip, reason_of
 from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
+from swiftlite.bridge.encoding.expert_stack import fold
 from swiftlite.bridge.hf_config import with_architecture_names
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import ShardedFiles
@@ -32,7 +33,7 @@ from swiftlite.gguf.foreign import (
     tokenizer_files,
 )
 from swiftlite.gguf.header import read_keys
-from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES
+from swiftlite.gguf.metadata import COPIES, DTYPES, EXACT, FILES, STACKS
 from swiftlite.gguf.tensors import Conversion, is_always_float32
 from swiftlite.gguf.tokenizer import PRE_TOKENIZERS
 
@@ -98,7 +99,8 @@ class GgufFile:
             copies = self._copies()
             names = [name for conversion in self._plan for name in conversion.hf]
             types = {name: (self._dtype_of(name), self._shapes[name]) for name in (*names, *copies)}
-        files = ShardedFiles(directory, types, _MAX_SHARD_BYTES)
+            in_files = fold(types, parse_json(self._text(STACKS) or "[]"))
+        files = ShardedFiles(directory, in_files, _MAX_SHARD_BYTES)
         files.create()
         try:
             for name, tensor, _ in self.tensors():
@@ -132,8 +134,9 @@ class GgufFile:
     def _tensors(self, conversion: Conversion) -> dict[str, torch.Tensor]:
         """Return the Hugging Face tensors of a conversion by name."""
         sources = [numbers_of(self._stored[name]).view(self._gguf_shapes[name]) for name in conversion.gguf]
-        if not conversion.hf and any(bool(source.any()) for source in sources):
-            raise UserError(f"{self.file}: {conversion.gguf[0]} is not zero", "write it again")
+        for name, source, constant in zip(conversion.gguf, sources, _constants(conversion), strict=False):
+            if not torch.equal(source.float(), constant):
+                raise UserError(f"{self.file}: {name} has other numbers than its architecture", "write it again")
         tensors = dict(zip(conversion.hf, conversion.transform.to_hf(sources), strict=True))
         for name, tensor in tensors.items():
             bits = self._reader.fields.get(EXACT + name)
@@ -235,6 +238,11 @@ class GgufFile:
         if field is None:
             return None
         return str(field.contents())
+
+
+def _constants(conversion: Conversion) -> list[torch.Tensor]:
+    """Return the GGUF tensors of a conversion that do not depend on the model; empty for all others."""
+    return [] if conversion.hf else conversion.transform.to_gguf([])
 
 
 def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,17 +14,20 @@ from typing import Any
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
+from swiftlite.families.absent import NoAttention
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.family import Family
 from swiftlite.families.layer import Layer
 from swiftlite.families.linear_attention import GatedDeltaNet
-from swiftlite.families.mlp import Mlp
+from swiftlite.families.mamba import Mamba2
+from swiftlite.families.mlp import Mlp, is_gated
 from swiftlite.gguf.transforms import (
     AddOne,
     Chain,
     Copy,
     NegativeExp,
     Reorder,
+    Reshape,
     SplitKeysAndValues,
     Squeeze,
     Stack,
@@ -34,7 +37,8 @@ from swiftlite.gguf.transforms import (
 
 HfConfig = Mapping[str, Any]
 
-_ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
+_ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "ssm_norm.weight")
+_ALWAYS_FLOAT32 += ("ssm_a", "ssm_d")
 IDLE_EXPERT = 32
 """Width of an expert of zeros, the smallest block of a quantized row."""
 
@@ -42,10 +46,20 @@ _MODEL = {
     "embedding.word_embeddings.weight": ("token_embd.weight",),
     "decoder.final_layernorm.weight": ("output_norm.weight",),
     "output_layer.weight": ("output.weight",),
+    "own_inputs.word_embeddings.weight": ("per_layer_token_embd.weight",),
+    "own_inputs.projection.weight": ("per_layer_model_proj.weight",),
+    "own_inputs.norm.weight": ("per_layer_proj_norm.weight",),
 }
 _LAYER = {
     "input_layernorm.weight": ("attn_norm.weight",),
     "pre_mlp_layernorm.weight": ("ffn_norm.weight",),
+    "post_attention_layernorm.weight": ("post_attention_norm.weight",),
+    "post_mlp_layernorm.weight": ("post_ffw_norm.weight",),
+    "layer_scalar": ("layer_output_scale.weight",),
+    # an input of the layer in addition to the state
+    "own_input_gate.weight": ("inp_gate.weight",),
+    "own_input_projection.weight": ("proj.weight",),
+    "own_input_norm.weight": ("post_norm.weight",),
     # attention
     "self_attention.linear_qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
     "self_attention.linear_qkv.bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
@@ -67,15 +81,30 @@ _LAYER = {
     "self_attention.dt_bias": ("ssm_dt.bias",),
     "self_attention.norm.weight": ("ssm_norm.weight",),
     "self_attention.out_proj.weight": ("ssm_out.weight",),
+    # Mamba-2
+    "self_attention.in_proj_zxbcdt.weight": ("ssm_in.weight",),
+    "self_attention.conv1d.bias": ("ssm_conv1d.bias",),
+    "self_attention.D": ("ssm_d",),
     # MLP
     "mlp.linear_fc1.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "mlp.linear_fc2.weight": ("ffn_down.weight",),
     # mixture of experts
     "mlp.router.weight": ("ffn_gate_inp.weight",),
     "mlp.router.expert_bias": ("exp_probs_b.bias",),
+    "mlp.fc1_latent_proj.weight": ("ffn_latent_down.weight",),
+    "mlp.fc2_latent_proj.weight": ("ffn_latent_up.weight",),
     "mlp.shared_experts.linear_fc1.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
     "mlp.shared_experts.linear_fc2.weight": ("ffn_down_shexp.weight",),
     "mlp.shared_experts.gate_weight": ("ffn_gate_inp_shexp.weight",),
+    # experts next to an MLP
+    "mlp.dense.linear_fc1.weight": ("ffn_gate.weight", "ffn_up.weight"),
+    "mlp.dense.linear_fc2.weight": ("ffn_down.weight",),
+    "mlp.dense_norm.weight": ("ffn_norm.weight",),
+    "mlp.dense_output_norm.weight": ("post_ffw_norm_1.weight",),
+    "mlp.experts_norm.weight": ("pre_ffw_norm_2.weight",),
+    "mlp.experts_output_norm.weight": ("post_ffw_norm_2.weight",),
+    "mlp.router.input_norm.weight": ("ffn_gate_inp.scale",),
+    "mlp.router.expert_scale": ("ffn_down_exps.scale",),
 }
 _EXPERTS = {
     "linear_fc1.weight": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -182,6 +211,11 @@ def layer_conversions(
             experts.setdefault(match[1], []).append(row)
         elif isinstance(layer.attention, GatedDeltaNet) and name.startswith("self_attention."):
             yield _delta_net(row, name, begin, layer.attention, naming)
+        elif isinstance(layer.attention, Mamba2) and name.startswith("self_attention."):
+            transform = _mamba_transform(name.removeprefix("self_attention."), layer.attention)
+            yield Conversion(tuple(row.hf), _prefixed(begin, _LAYER[name]), transform, row.is_exact)
+        elif isinstance(layer.attention, NoAttention) and name == "pre_mlp_layernorm.weight":
+            yield _plain(row, _LAYER["input_layernorm.weight"], begin, family)
         elif isinstance(layer.attention, LatentAttention) and name == "self_attention.linear_kv_up_proj.weight":
             attention = layer.attention
             split = SplitKeysAndValues(attention.heads, attention.qk_nope_head_dim, attention.v_head_dim)
@@ -189,9 +223,9 @@ def layer_conversions(
         elif naming.pairs_channels and name.startswith("self_attention.linear_qkv."):
             yield Conversion(tuple(row.hf), _prefixed(begin, _LAYER[name]), _paired(row, layer))
         else:
-            yield _plain(row, _names(name, naming), begin, family)
+            yield _plain(row, _in_layer(layer, name, _names(name, naming)), begin, family)
     for name, expert_rows in experts.items():
-        for index, gguf in enumerate(_EXPERTS[name]):
+        for index, gguf in enumerate(_in_layer(layer, name, _EXPERTS[name])):
             yield Conversion(tuple(list(row.hf)[index] for row in expert_rows), (begin + gguf,), Stack())
     if layer.mlp.experts and naming.idle_shared and not any("shared" in row.mcore for row in rows):
         yield _zero_mlp(begin, "_shexp", (), layer.attention.hidden)
@@ -223,6 +257,18 @@ def _names(name: str, naming: Naming) -> tuple[str, ...]:
     if found is None:
         raise UserError(f"llama.cpp has no tensor for {name}", "use another --infer_backend")
     return found
+
+
+def _in_layer(layer: Layer, name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names without those of matrices that the layer does not have: of keys and values, or of gates."""
+    attention = layer.attention
+    if name == "self_attention.linear_qkv.weight" and isinstance(attention, GroupedQueryAttention):
+        if attention.key_layer is not None:
+            return names[:1]
+        return names[:2] if attention.keys_are_values else names
+    if name.endswith("linear_fc1.weight") and not is_gated(getattr(layer.mlp, "activation", "")):
+        return names[1:]
+    return names
 
 
 def _plain(row: Row, gguf: tuple[str, ...], begin: str, family: Family) -> Conversion:
@@ -301,6 +347,18 @@ def _delta_transform(part: str, row: Row, kind: GatedDeltaNet, naming: Naming) -
         case "out_proj.weight":
             return Reorder(1, channels, (len(channels),), (len(channels),))
     return Copy()
+
+
+def _mamba_transform(name: str, kind: Mamba2) -> Transform:
+    heads, inner = kind.heads, kind.heads * kind.head_dim
+    per_head = Reshape((heads,), (heads, 1))
+    transforms: dict[str, Transform] = {
+        "conv1d.weight": Squeeze(),
+        "A_log": Chain((NegativeExp(), per_head)),
+        "D": per_head,
+        "norm.weight": Reshape((inner,), (kind.groups, inner // kind.groups)),
+    }
+    return transforms.get(name, Copy())
 
 
 def _value_heads(kind: GatedDeltaNet, naming: Naming) -> tuple[int, ...]:

@@ -2,9 +2,13 @@
 
 llama.cpp implements byte-level BPE with a fixed list of pre-tokenizers, which split text before the merges. Each has a
 name, and a file contains only the name. It is found by comparing the regular expressions of tokenizer.json.
+
+It also implements the BPE of Gemma 4, whose symbols are characters: spaces become U+2581, and a character without a
+token becomes tokens of its bytes.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,13 @@ from swiftlite.gguf.special_tokens import optional_json, special_tokens
 
 Metadata = dict[str, Any]
 
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6  # llama.cpp's types of tokens
+_OF_CHARACTERS = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+"""The normalizer of the BPE of Gemma 4. Texts without spaces are not split before the merges."""
+_NO_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+"""Special tokens of Gemma 4 in answers. llama.cpp finds thoughts and tool calls only if they are user-defined."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -65,22 +75,58 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> Metadata:
             f"{directory} has no tokenizer.json, from which a GGUF file is written", "copy it from the model's source"
         )
     content = read_json(file)
-    pre = _pre_tokenizer(content, file)
-    if other := [kind for kind in _normalizers(content.get("normalizer") or {}) if kind != "NFC"]:
-        raise UserError(
-            f"{file}: llama.cpp does not change texts as the normalizer {other[0]} does", "use another --infer_backend"
-        )
+    kind = _kind(content, file)
     texts, types = _tokens(content, vocab_size, file)
     metadata: Metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
+        **kind,
         "tokenizer.ggml.tokens": texts,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": [
             merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
         ],
     }
-    return metadata | special_tokens(directory, content.get("post_processor"), texts) | _chat_template(directory)
+    metadata |= special_tokens(directory, content.get("post_processor"), texts)
+    if _is_of_characters(content) and not metadata["tokenizer.ggml.add_bos_token"]:
+        raise UserError(
+            f"{directory}: llama.cpp starts every text with the bos token, and this tokenizer does not",
+            'set "add_bos_token" to true in tokenizer_config.json',
+        )
+    return metadata | _chat_template(directory)
+
+
+def _kind(content: Mapping[str, Any], file: Path) -> Metadata:
+    """Return llama.cpp's names of the tokenizer.
+
+    Raises:
+        UserError: llama.cpp does not have it.
+    """
+    if _is_of_characters(content):
+        if mixed := [merge for merge in content["model"]["merges"] if _joins_lines(merge)]:
+            raise UserError(
+                f"{file}: llama.cpp does not merge newlines with other characters, as {mixed[0]!r} does",
+                "use another --infer_backend",
+            )
+        return {"tokenizer.ggml.model": "gemma4"}
+    pre = _pre_tokenizer(content, file)
+    if other := [kind for kind in _normalizers(content.get("normalizer") or {}) if kind != "NFC"]:
+        raise UserError(
+            f"{file}: llama.cpp does not change texts as the normalizer {other[0]} does", "use another --infer_backend"
+        )
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+
+
+def _is_of_characters(content: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer is the BPE of Gemma 4."""
+    model = content.get("model") or {}
+    is_whole = content.get("pre_tokenizer") in (None, _NO_SPLIT)
+    is_bpe = model.get("type") == "BPE" and bool(model.get("byte_fallback"))
+    return is_bpe and is_whole and content.get("normalizer") == _OF_CHARACTERS
+
+
+def _joins_lines(merge: str | Sequence[str]) -> bool:
+    """Return whether a merge joins newlines with other characters."""
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return "\n" in first + second and set(first + second) != {"\n"}
 
 
 def other_tokens(directory: Path) -> list[str]:
@@ -88,6 +134,8 @@ def other_tokens(directory: Path) -> list[str]:
     file = directory / "tokenizer.json"
     content = read_json(file)
     found = []
+    if _is_of_characters(content):
+        return found
     if "NFC" in _normalizers(content.get("normalizer") or {}):
         found.append("letters that are not in Unicode's form NFC")
     pre = _pre_tokenizer(content, file)
@@ -109,8 +157,8 @@ def _pre_tokenizer(content: Mapping[str, Any], file: Path) -> str:
     model = content.get("model") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise UserError(
-            f"{file}: GGUF files are supported for byte-level BPE tokenizers, not for {model.get('type')}"
-            f"{' with byte_fallback' if model.get('byte_fallback') else ''}",
+            f"{file}: GGUF files are supported for byte-level BPE tokenizers and that of Gemma 4, not for "
+            f"{model.get('type')}{' with byte_fallback' if model.get('byte_fallback') else ''}",
             "use another --infer_backend",
         )
     expressions = tuple(expressions_of(content.get("pre_tokenizer") or {}))
@@ -145,10 +193,13 @@ def _tokens(content: Mapping[str, Any], vocab_size: int, file: Path) -> tuple[li
     """Return the text and the type of each token of the vocabulary."""
     texts = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [_UNUSED] * vocab_size
+    of_characters = _is_of_characters(content)
     for text, number in content["model"]["vocab"].items():
-        _set(texts, types, number, text, _NORMAL, file)
+        kind = _BYTE if of_characters and _BYTE_TOKEN.fullmatch(text) else _NORMAL
+        _set(texts, types, number, text, kind, file)
     for token in content.get("added_tokens") or ():
-        kind = _CONTROL if token.get("special") else _USER_DEFINED
+        is_control = token.get("special") and not (of_characters and token["content"] in _SHOWN)
+        kind = _CONTROL if is_control else _USER_DEFINED
         _set(texts, types, token["id"], token["content"], kind, file)
     return texts, types
 

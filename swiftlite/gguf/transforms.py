@@ -48,7 +48,7 @@ class AddOne:
 
 @dataclass(frozen=True)
 class NegativeExp:
-    """The decay of a gated delta net: `A_log` in Hugging Face files, -exp(A_log) in GGUF files."""
+    """The decay of a gated delta net or of Mamba-2: `A_log` in Hugging Face files, -exp(A_log) in GGUF files."""
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [-tensor.float().exp() for tensor in tensors]
@@ -98,6 +98,25 @@ class Squeeze:
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.unsqueeze(1) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """A tensor with other dimensions, for example the norm [groups * channels] of Mamba-2 as [groups, channels].
+
+    Attributes:
+        hf: shape of the Hugging Face tensor.
+        gguf: shape of the GGUF tensor.
+    """
+
+    hf: tuple[int, ...]
+    gguf: tuple[int, ...]
+
+    def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.reshape(self.gguf) for tensor in tensors]
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.reshape(self.hf) for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -152,6 +171,23 @@ class Zeros:
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.zeros(shape) for shape in self.shapes]
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return []
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A GGUF vector of numbers that no Hugging Face tensor corresponds to.
+
+    Attributes:
+        numbers: the numbers.
+    """
+
+    numbers: tuple[float, ...]
+
+    def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.tensor(self.numbers)]
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return []

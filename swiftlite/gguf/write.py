@@ -12,13 +12,14 @@ import torch
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import KEYS, MTP
+from swiftlite.bridge.encoding.expert_stack import stack_name, transposed_stacks
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import architecture_of, conversions_of, metadata_of
 from swiftlite.gguf.drafters import draft_conversions_of, draft_metadata_of
 from swiftlite.gguf.general import add_description
-from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES
+from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES, STACKS
 from swiftlite.gguf.tensors import Conversion, is_always_float32
 from swiftlite.gguf.tokenizer import tokenizer_metadata
 from swiftlite.gguf.transforms import is_exact
@@ -85,8 +86,9 @@ def _write(
     writer = GGUFWriter(file, values.pop("general.architecture"))
     write_metadata(writer, values)
     parts = [_Part(conversion, checkpoint) for conversion in plan]
+    num_layers = model.family.architecture(model.config).outside.num_layers
     for part in parts:
-        part.add_infos(writer, gguf_type, model.config["num_hidden_layers"])
+        part.add_infos(writer, gguf_type, num_layers)
     add_description(writer, model.directory, Path(model.name).name, gguf_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -214,6 +216,10 @@ def _source(model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion]) 
         if dtype != default:
             others.setdefault(dtype, []).append(name)
     metadata |= {DTYPES: json.dumps(others), COPIES: json.dumps(copies)}
+    stacks = {stack_name(name) for name in names} & checkpoint.stored.keys() - set(names)
+    stacks -= transposed_stacks({name: entry.shape for name, entry in checkpoint.stored.items()})
+    if stacks:
+        metadata[STACKS] = json.dumps(sorted(stacks))
     for conversion in plan:
         metadata |= _lost_bits(conversion, checkpoint)
     return metadata

@@ -26,8 +26,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from swiftlite.base.errors import UserError
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax
-from swiftlite.model.loss.output_matrix import OutputMatrix
+from swiftlite.model.loss.losses import sharing
 from swiftlite.model.ranks import broadcast_from_first_stage
 from swiftlite.model.tower import Placed, num_items_of
 from swiftlite.runtime.mesh import Mesh
@@ -108,8 +107,11 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
         outputs = [model.output_layers.of_trunk()]
     else:
         outputs = [model.output_layers.of_head(depth) for depth in range(model.heads.drafts)]
-    pairs = zip(states, outputs, strict=True)
-    return torch.stack([_most_likely(model, hidden_T1H, new.predicted, output) for hidden_T1H, output in pairs])
+    group = sharing(model.pg_collection.tp)
+    tokens = []
+    for hidden_T1H, output in zip(states, outputs, strict=True):
+        tokens.append(output.most_likely(model.whole_sequence(hidden_T1H)[new.predicted, 0], group))
+    return torch.stack(tokens)
 
 
 def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
@@ -191,19 +193,3 @@ def _check_use(model: GPTModel, cache: Cache) -> None:
         if has_attention and not cache.is_used_by(layer):
             problem = f"measuring acceptance is not supported: layer {layer.layer_number} has no cache"
             raise UserError(problem, "use --acceptance_samples 0")
-
-
-def _most_likely(
-    model: GPTModel, hidden_T1H: torch.Tensor, predicted: torch.Tensor, output: OutputMatrix
-) -> torch.Tensor:
-    """Return the most likely tokens [N] after the predicted positions.
-
-    Logits are computed for MAX_POSITIONS at a time.
-    """
-    hidden_NH = model.whole_sequence(hidden_T1H)[predicted, 0]
-    token_N = torch.empty_like(predicted)
-    for start in range(0, len(predicted), MAX_POSITIONS):
-        some = slice(start, start + MAX_POSITIONS)
-        logits_NV = output.logits(hidden_NH[some])
-        token_N[some] = vocab_parallel_argmax(logits_NV, sharing(model.pg_collection.tp), output.tokens_V)
-    return token_N

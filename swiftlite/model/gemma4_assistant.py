@@ -24,6 +24,7 @@ from swiftlite.model.attention.shared_keys import Read
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.layers.recompute import checkpoint
 from swiftlite.model.layers.tensor_parallel import sum_over_sequence_ranks
+from swiftlite.model.loss.clusters import TokenClusters
 
 
 class AssistantLayer(DrafterLayer):
@@ -36,6 +37,7 @@ class AssistantLayer(DrafterLayer):
         reads: for each decoder layer, the index of the feature from which its keys and values are computed.
         settings: settings of the decoder layers that replace those of `config`, among them `hidden_size`, A.
         norm: class of the output norm.
+        clusters: arguments of `TokenClusters`; empty if all tokens can be drafted.
         trains_state: whether there are later drafts, so that `post_projection` has a gradient.
         options: further arguments of megatron-core's MTP layer.
     """
@@ -49,6 +51,7 @@ class AssistantLayer(DrafterLayer):
         reads: Sequence[int],
         settings: Mapping[str, Any],
         norm: type,
+        clusters: Mapping[str, int],
         trains_state: bool,
         **options: Any,
     ):
@@ -67,6 +70,9 @@ class AssistantLayer(DrafterLayer):
             # Attributes: in a ModuleList, megatron-core would save parts of tensor-parallel ranks as whole tensors.
             setattr(self, f"decoder_layer_{number}", build_module(layer, config=config, layer_number=number + 1))
         self.final_layernorm = norm(config, self.state_size, config.layernorm_epsilon)
+        self.clusters = None
+        if clusters:
+            self.clusters = TokenClusters(self.state_size, dtype=config.params_dtype, **clusters)
         self._trunk_layers: tuple[Any, ...] = ()
 
     def connect(self, read_layers: Sequence[Any]) -> None:

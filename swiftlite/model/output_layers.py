@@ -11,6 +11,8 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
 from swiftlite.model.loss.chunked_loss import capped
+from swiftlite.model.loss.clusters import TokenClusters
+from swiftlite.model.loss.losses import sharing
 from swiftlite.model.loss.output_matrix import OutputMatrix
 
 if TYPE_CHECKING:
@@ -34,12 +36,17 @@ class OutputLayers:
         """
         model = self._model
         own = None if depth is None else self._own(depth)
-        logits_BSV = self._logits(model.whole_sequence(hidden_SBH), own).transpose(0, 1)
+        hidden_SBH = model.whole_sequence(hidden_SBH)
+        logits_BSV = self._logits(hidden_SBH, own).transpose(0, 1)
         if model.logits_divisor != 1:
             logits_BSV = logits_BSV / model.logits_divisor
-        if own is not None and model.heads.has_output_layer:
+        if own is None or not model.heads.has_output_layer:
+            return capped(logits_BSV, model.logits_cap)
+        clusters = self._clusters(depth)
+        if clusters is None:
             return logits_BSV
-        return capped(logits_BSV, model.logits_cap)
+        states_NH = hidden_SBH.transpose(0, 1).flatten(0, 1)
+        return clusters.masked(logits_BSV.flatten(0, 1), states_NH, sharing(model.pg_collection.tp)).view_as(logits_BSV)
 
     def of_trunk(self) -> OutputMatrix:
         """Return the output layer over the whole vocabulary."""
@@ -58,7 +65,13 @@ class OutputLayers:
         if own is not None:
             weight: Any = own.weight
             cap = None if model.heads.has_output_layer else self._cap
-            return OutputMatrix(lambda hidden_NH: self._logits(hidden_NH[:, None], own).squeeze(1), weight, None, cap)
+            return OutputMatrix(
+                lambda hidden_NH: self._logits(hidden_NH[:, None], own).squeeze(1),
+                weight,
+                None,
+                cap,
+                clusters=self._clusters(depth),
+            )
         shared = self.drafted()
         if self._markov is None:
             return shared
@@ -119,6 +132,13 @@ class OutputLayers:
             return None
         head: Any = model.mtp.layers[depth // model.heads.unroll]
         return head.output_layer
+
+    def _clusters(self, depth: int | None) -> TokenClusters | None:
+        """Return the clusters of tokens of a head with its own output layer; None without any."""
+        model = self._model
+        if depth is None or not model.heads_have_output_layers:
+            return None
+        return getattr(model.mtp.layers[depth // model.heads.unroll], "clusters", None)
 
     @property
     def _markov(self) -> ColumnParallelLinear | None:

@@ -13,7 +13,8 @@ import torch
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths, zigzag_positions
 from swiftlite.model.inputs import Target
 from swiftlite.model.loss.chunked_loss import EntropyTarget, LabelTarget, TeacherTarget, TrunkTarget, chunked_loss
-from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, token_loss
+from swiftlite.model.loss.clusters import with_clusters
+from swiftlite.model.loss.losses import Selected, TokenLoss, distillation_loss, select, sharing, token_loss
 from swiftlite.model.loss.output_matrix import OutputMatrix
 from swiftlite.model.stage_states import StageStates
 
@@ -55,8 +56,10 @@ class PredictionLosses:
         if model.loss_in_chunks:
             entropy_N = torch.empty_like(selected.label_N, dtype=torch.float32) if with_entropy else None
             target = LabelTarget(selected.label_N, entropy_N)
-            return self._chunked(states_NH, output, target, selected, share_BS)
-        return token_loss(output.logits(states_NH), selected, model.pg_collection.tp, with_entropy=with_entropy)
+            loss = self._chunked(states_NH, output, target, selected, share_BS)
+        else:
+            loss = token_loss(output.logits(states_NH), selected, model.pg_collection.tp, with_entropy=with_entropy)
+        return self._with_clusters(loss, states_NH, output, selected, share_BS)
 
     def divergence(self, hidden_SBH: torch.Tensor, target: Target) -> TokenLoss:
         """Return the divergence between the predictions of the trunk and a teacher at each position with a label."""
@@ -99,7 +102,8 @@ class PredictionLosses:
             elif output.frozen_VH is not None:
                 trunk_output = model.output_layers.drafted()
             states_NH, trunk_NH = self._scaled(states_NH), self._scaled(trunk_NH)
-            losses.append(self._distance(states_NH, trunk_NH, selected, output, trunk_output, share_BS))
+            loss = self._distance(states_NH, trunk_NH, selected, output, trunk_output, share_BS)
+            losses.append(self._with_clusters(loss, states_NH, output, selected, share_BS))
         return losses
 
     def label_states(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
@@ -137,6 +141,20 @@ class PredictionLosses:
         return distillation_loss(
             logits_NV, trunk_logits, model.mtp_loss, selected, tp, output.tokens_V, with_overlap=with_overlap
         )
+
+    def _with_clusters(
+        self,
+        loss: TokenLoss,
+        states_NH: torch.Tensor,
+        output: OutputMatrix,
+        selected: Selected,
+        share_BS: torch.Tensor | None,
+    ) -> TokenLoss:
+        """Add the loss of the clusters of tokens, if the output layer has some."""
+        if output.clusters is None:
+            return loss
+        prediction_N = output.most_likely(states_NH, sharing(self._model.pg_collection.tp))
+        return with_clusters(loss, output.clusters, states_NH, prediction_N, selected, share_BS)
 
     def _chunked(
         self,

@@ -41,7 +41,6 @@ from swiftlite.families.mlp import CLAMPED_SWIGLU, RELU2, MixtureOfExperts, Mlp
 from swiftlite.families.vision import Qwen2_5Vision, Qwen3Vision
 from swiftlite.model.attention.block_attention import BlockAttention
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
-from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.mamba2 import Mamba2
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
 from swiftlite.model.attention.self_attention import SelfAttention, with_channels
@@ -77,8 +76,7 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     if q_norm is FusedRMSNorm and attention.rotary > 0 and not attention.rope_interleave:
         q_norm = k_norm = DeferredRMSNorm
     if attention.qk_norm_is_joint:
-        q_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.heads})
-        k_norm = ModuleSpec(module=JointRMSNorm, params={"heads": attention.groups})
+        q_norm = k_norm = IdentityOp
     core_attention = modules.core_attention
     options = {"window": attention.window, "has_sinks": attention.has_sinks}
     v_head_dim = attention.v_head_dim or attention.head_dim
@@ -92,6 +90,7 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
         "value_scale": attention.value_scale,
         "keys_are_values": attention.keys_are_values,
         "value_norm": attention.value_norm,
+        "has_joint_norms": attention.qk_norm_is_joint,
         "is_rotary": attention.rotary > 0,
         "rope_interleave": attention.rope_interleave,
     }
@@ -446,6 +445,7 @@ def _assistant_layer(parts: DrafterParts) -> ModuleSpec:
             "reads": gemma4_assistant.features_read(parts.hf_config),
             "settings": _NEUTRAL | settings,
             "norm": parts.modules.norm,
+            "clusters": gemma4_assistant.clusters_of(parts.hf_config),
             "trains_state": parts.heads.unroll > 1,
         },
     )

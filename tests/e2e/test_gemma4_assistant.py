@@ -15,6 +15,7 @@ from tests.e2e.test_eagle3 import exported
 from tests.e2e.test_stock_drafts import NEW_TOKENS, HostWithoutPlugins, check_counts, counts_of_transformers, report_of
 from tests.e2e.vllm_here import serve
 from tests.engines.gemma4_assistant_reference import (
+    CLUSTERS,
     LAYERS,
     AssistantReference,
     classes_for,
@@ -73,21 +74,26 @@ def test_counts_of_a_trunk_with_towers(family, tmp_path, mesh):
 OPTIONS = "--torch_dtype float32 --mtp_mode heads_only --global_batch_size 8 --lr 3e-3 --split_dataset_ratio 0"
 
 
-@pytest.mark.parametrize("family", some_of(["gemma4_text", "gemma4", "gemma4_unified"], "gemma4"))
-def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(family, commands, dataset):
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    some_of([("gemma4_text", {}), ("gemma4", {}), ("gemma4", CLUSTERS), ("gemma4_unified", {})], ("gemma4", CLUSTERS)),
+)
+def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(family, settings, commands, dataset):
     directory = commands.directory
     trunk = make_trunk(directory / "model", family, with_tokenizer=True)
-    source = make_assistant(directory / "assistant", trunk, torch.bfloat16)
+    source = make_assistant(directory / "assistant", trunk, torch.bfloat16, **settings)
     graft = "--mtp_init graft --mtp_graft_from assistant --mtp_unroll 2 --train_iters 1 --acceptance_samples 0"
     commands.ok(*f"megatron sft --model model --dataset {dataset} {graft} {OPTIONS} --output_dir run".split())
     commands.ok(*"export --to_hf --model run --output_dir hf".split())
     before, after = (load_file(each / "model.safetensors") for each in (source, directory / "hf" / "draft"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert after[name].dtype is tensor.dtype is torch.bfloat16
+        assert after[name].dtype is tensor.dtype
+        assert tensor.dtype is (torch.int64 if name.endswith("token_ordering") else torch.bfloat16)
     changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
     assert changed >= {"model.embed_tokens.weight", "pre_projection.weight", "post_projection.weight"}
-    assert not any(name.endswith("layer_scalar") for name in changed)
+    assert ("masked_embedding.centroids.weight" in changed) == bool(settings)
+    assert not any(name.endswith(("layer_scalar", "token_ordering")) for name in changed)
     for file in ("config.json", "generation_config.json"):
         contents = [json.loads((each / file).read_text()) for each in (source, directory / "hf" / "draft")]
         assert contents[0] == contents[1]
@@ -95,13 +101,18 @@ def test_after_a_step_a_published_assistant_has_its_names_dtypes_and_config(fami
     loaded: Any = assistant_class.from_pretrained(directory / "hf" / "draft", output_loading_info=True)
     _, loading = loaded
     assert not any(loading.values())
+    commands.ok(*"export --to_hf --model run --output_dir wide --torch_dtype float32".split())
+    wide = load_file(directory / "wide" / "draft" / "model.safetensors")
+    assert {name for name, tensor in wide.items() if tensor.dtype is not torch.float32} == {
+        name for name in before if name.endswith("token_ordering")
+    }
     trunks = [load_file(each / "model.safetensors") for each in (trunk, directory / "hf")]
     assert trunks[0].keys() == trunks[1].keys()
     assert all(torch.equal(tensor, trunks[1][name]) for name, tensor in trunks[0].items())
 
 
-def train(commands: Commands, dataset: Path) -> dict[str, Any]:
-    """Train a new assistant for a trunk that knows the rows, and export it; return the content of acceptance.json."""
+def train(commands: Commands, dataset: Path, source: str) -> dict[str, Any]:
+    """Train an assistant for a trunk that knows the rows, and export it; return the content of acceptance.json."""
     directory = commands.directory
     model = make_trunk(directory / "model", with_tokenizer=True)
     trunk = load_trunk(model)
@@ -110,7 +121,11 @@ def train(commands: Commands, dataset: Path) -> dict[str, Any]:
     tensors = {key: learned[key].contiguous() for key in load_file(model / "model.safetensors")}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
-    new = "--drafter gemma4_assistant --mtp_unroll 2 --train_iters 80 --val_dataset val.jsonl"
+    new = "--drafter gemma4_assistant"
+    if source == "clusters":
+        make_assistant(directory / "assistant", model, **CLUSTERS)
+        new = "--mtp_init graft --mtp_graft_from assistant"
+    new += " --mtp_unroll 2 --train_iters 80 --val_dataset val.jsonl"
     measured = "--acceptance_samples 3 --acceptance_max_new_tokens 12"
     options = OPTIONS.replace(" --split_dataset_ratio 0", "")
     commands.ok(*f"megatron sft --model model --dataset {dataset} {new} {measured} {options} --output_dir run".split())
@@ -121,16 +136,17 @@ def train(commands: Commands, dataset: Path) -> dict[str, Any]:
 @pytest.mark.engine
 @pytest.mark.slow
 @needs_vllm
-def test_a_new_assistant_learns_and_engines_count_what_the_run_counts(vllm_host, commands, dataset):
-    said, directory = train(commands, dataset), commands.directory
+@pytest.mark.parametrize("source", ["new", "clusters"])
+def test_an_assistant_learns_and_engines_count_what_the_run_counts(source, vllm_host, commands, dataset):
+    said, directory = train(commands, dataset, source), commands.directory
     before, after = (said[when]["generated"] for when in ("before", "after"))
     assert after["acceptance_rate"] > before["acceptance_rate"] + 0.2
     usual = "--model hf --torch_dtype float32 --speculative mtp --max_new_tokens 12"
     measured = "--val_dataset val.jsonl --acceptance_json run/acceptance.json"
     commands.ok("infer", *f"{usual} --infer_backend transformers {measured}".split())
-    host: Any = HostWithoutPlugins(vllm_host)
-    without = Commands(directory, host)
-    served = without.ok("infer", *f"{usual} --infer_backend vllm --compare {measured}".split())
+    host: Any = HostWithoutPlugins(vllm_host) if source == "new" else vllm_host  # on a CPU, clusters need the plugin
+    of_vllm = Commands(directory, host)
+    served = of_vllm.ok("infer", *f"{usual} --infer_backend vllm --compare {measured}".split())
     assert answers_equal(served.stderr, 3)
     engines = json.loads((directory / "run" / "acceptance.json").read_text())["engines"]
     for engine in ("transformers", "vllm"):

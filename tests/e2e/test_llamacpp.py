@@ -25,7 +25,7 @@ from swiftlite.families.serving.llamacpp import ARCHITECTURES
 from swiftlite.serve.bench.measure import connect, generate_all
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import TEMPERATURE, joint_distribution
-from tests.engines.llamacpp_reference import Request, from_text, requests
+from tests.engines.llamacpp_reference import Request, from_text, norm_as_llamacpp, requests
 from tests.engines.reference import UNDECIDED, Reference, convention, follow
 from tests.gguf.wordless import write_tokenizer
 from tests.llamacpp_here import needs_llamacpp
@@ -39,13 +39,15 @@ COMPUTES_AGAIN = ("qwen3_next",)
 """Families whose architecture in llama.cpp cannot remove rejected tokens."""
 
 
-# A family that computes rejected tokens again. Those of the Qwen3 below are removed. The first of three drafts is that
-# of requests with a single draft.
-@pytest.mark.parametrize(("family", "num_tokens"), some_of(CASES, ("qwen3_next", 3)))
+# A family that computes rejected tokens again, and one whose head llama.cpp norms otherwise. Rejected tokens of the
+# Qwen3 below are removed. The first of three drafts is that of requests with a single draft.
+@pytest.mark.parametrize(("family", "num_tokens"), some_of(CASES, ("qwen3_next", 3), ("nemotron_h", 3)))
 def test_requests_equal_the_reference(trained, tmp_path, monkeypatch, family, num_tokens):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     source, prompts = trained(family, 1, "llamacpp")
     reference = follow(Reference.load(source, family, depth=1), convention("llamacpp", family).drafting)
+    if family == "nemotron_h":
+        norm_as_llamacpp(reference)
     expected = requests(reference, prompts, NEW_TOKENS, num_tokens, computes_again=family in COMPUTES_AGAIN)
     directory = tmp_path / "model"
     shutil.copytree(source, directory)

@@ -1,26 +1,32 @@
-"""Test that llama.cpp drafts with EAGLE-3, DFlash and DSpark drafters: tokens and draft counts of each request equal
-those of an independent reference."""
+"""Test that llama.cpp drafts with EAGLE-3, DFlash and DSpark drafters and assistants of Gemma 4: tokens and draft
+counts of each request equal those of an independent reference."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import constants
 
 from swiftlite.engines.llamacpp.dry_load import dry_load
+from swiftlite.families.eagle3 import LLAMACPP_TRUNKS
 from swiftlite.families.serving.llamacpp import TRUNKS
-from tests.e2e import test_dflash, test_eagle3
+from swiftlite.runtime.mesh import Mesh
+from tests.e2e import test_dflash, test_eagle3, test_gemma4_assistant
 from tests.e2e.test_llamacpp import NEW_TOKENS, check_requests
 from tests.engines.dflash_reference import DFlashReference
 from tests.engines.drafter_reference import DrafterReference
 from tests.engines.eagle3_reference import Eagle3Reference
-from tests.engines.llamacpp_reference import Request, Slot
+from tests.engines.gemma4_assistant_reference import AssistantReference, config_for, declare, settings_of
+from tests.engines.llamacpp_reference import Request, Slot, half_gelu
+from tests.engines.reference import Reference, write_trained
 from tests.llamacpp_here import needs_llamacpp
 from tests.tiers import some_of
+from tests.tiny import GEMMA4_E
 
 pytestmark = [pytest.mark.engine, needs_llamacpp]
 
@@ -44,8 +50,8 @@ WRITERS: dict[str, Callable[[Path, str], tuple[DrafterReference, list[list[int]]
     "eagle3": write_eagle3,
 }
 # A tiny EAGLE-3.0 drafter of llama does not learn three drafts.
-CASES = [(kind, family, 3) for kind in ("dflash", "dspark") for family in TRUNKS]
-CASES += [("eagle3", family, 3) for family in TRUNKS if family != "llama"]
+CASES = [(kind, family, 3) for kind in ("dflash", "dspark") for family in LLAMACPP_TRUNKS]
+CASES += [("eagle3", family, 3) for family in LLAMACPP_TRUNKS if family != "llama"]
 CASES += [("dflash", "llama", 1), ("dspark", "qwen3", 1), ("eagle3", "qwen3", 1)]
 
 
@@ -68,7 +74,7 @@ class DrafterSlot(Slot):
 
 
 @torch.no_grad()
-def expected_of(reference: DrafterReference, prompt: list[int], row: list[int], num_tokens: int) -> Request:
+def expected_of(reference: Reference, prompt: list[int], row: list[int], num_tokens: int) -> Request:
     states, _ = reference.trunk_states(torch.tensor([prompt + row]))
     slot = DrafterSlot(reference, states, computes_again=False, block=num_tokens)
     return slot.answer(prompt, row, NEW_TOKENS, num_tokens, 0)
@@ -86,3 +92,53 @@ def test_requests_equal_the_reference(kind, family, num_tokens, tmp_path, monkey
     expected = [expected_of(reference, *pair, num_tokens) for pair in zip(prompts, rows, strict=True)]
     report = dry_load(check_requests(directory, prompts, num_tokens, expected))
     assert (report.problems, report.target, report.draft) == ([], TRUNKS[family], kind)
+
+
+E_MODEL = {**GEMMA4_E, "num_kv_shared_layers": 2}
+"""Like E2B, with full attention in the last layer that has keys and values of its own."""
+
+
+class LlamacppAssistant(AssistantReference):
+    """An assistant whose queries have the position of the token that they read: that after the last cached one."""
+
+    def step(
+        self, embedding_BSH: torch.Tensor, state_BSH: torch.Tensor, shared: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.step_at(embedding_BSH, state_BSH, shared, 1)
+
+
+def write_assistant(directory: Path, family: str, sizes: dict[str, Any], mesh: Mesh) -> tuple[Path, list[list[int]]]:
+    """Export a trained trunk with an assistant; return its directory and prompts."""
+    if not sizes:
+        prompts = test_gemma4_assistant.write_drafted(directory / "source", family)
+        return test_eagle3.exported(directory / "source", directory, mesh), prompts
+
+    def draft_as(reference: Reference) -> Reference:
+        return AssistantReference.of(reference.trunk)
+
+    prompts = write_trained(directory / "source", family, 1, True, 3, draft_as, **sizes)
+    declare(directory / "source", config_for(settings_of(directory / "source")).to_dict(), (2, 3))
+    return test_eagle3.exported(directory / "source", directory, mesh), prompts
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "num_tokens"),
+    some_of(
+        [(family, {}, 3) for family in TRUNKS if family.startswith("gemma4")]
+        + [("gemma4_text", E_MODEL, 3), ("gemma4", {}, 1)],
+        ("gemma4", {}, 3),
+        ("gemma4_text", E_MODEL, 3),
+    ),
+    ids=lambda value: "e_model" if value is E_MODEL else None,
+)
+def test_requests_with_an_assistant_equal_the_reference(family, sizes, num_tokens, tmp_path, monkeypatch, mesh):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    directory, prompts = write_assistant(tmp_path, family, sizes, mesh)
+    with half_gelu():
+        reference = LlamacppAssistant.load(directory, directory / "draft", family)
+    rows = reference.greedy_rows(prompts, NEW_TOKENS + num_tokens + 1)
+    expected = [expected_of(reference, *pair, num_tokens) for pair in zip(prompts, rows, strict=True)]
+    others = AssistantReference.load(directory, directory / "draft", family)
+    assert [expected_of(others, *pair, num_tokens) for pair in zip(prompts, rows, strict=True)] != expected
+    report = dry_load(check_requests(directory, prompts, num_tokens, expected))
+    assert (report.problems, report.target, report.draft) == ([], "gemma4", "mtp")

@@ -24,6 +24,12 @@ from tests.tiny import OWN_SIZES, make_tiny_hf, make_tiny_model, memory_name
 
 PREFIX = "mtp.assistant."
 LAYERS = 4
+CLUSTERS: dict[str, Any] = {
+    "use_ordered_embeddings": True,
+    "num_centroids": 16,
+    "centroid_intermediate_top_k": 3,
+}
+"""Settings of an assistant with clusters of tokens, like those of E2B and E4B."""
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 _OF_TRUNK = (
     *("num_key_value_heads", "head_dim", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"),
@@ -61,8 +67,11 @@ def random_assistant(of_trunk: dict[str, Any], **changed: Any) -> Any:
     """Return a random assistant, in which no norm or factor of a layer is 1."""
     model: Any = classes_for(of_trunk)[1](config_for(of_trunk, **changed))
     with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_((tensor.ndim == 1) + torch.randn(tensor.shape) * 0.15)
+        for name, tensor in model.state_dict().items():
+            if name.endswith("token_ordering"):
+                tensor.copy_(torch.randperm(len(tensor)))
+            else:
+                tensor.copy_((tensor.ndim == 1) + torch.randn(tensor.shape) * 0.15)
     model.tie_weights()
     return model
 
@@ -98,9 +107,9 @@ class AssistantReference(Reference):
         self.heads = nn.ModuleList()
 
     @classmethod
-    def of(cls, trunk: Any) -> "AssistantReference":
+    def of(cls, trunk: Any, **changed: Any) -> "AssistantReference":
         """Return a trunk with a random assistant."""
-        return cls(trunk, random_assistant(trunk.config.to_dict()))
+        return cls(trunk, random_assistant(trunk.config.to_dict(), **changed))
 
     @classmethod
     def load(cls, trunk: Path, assistant: Path, family: str = "gemma4_text") -> "AssistantReference":
@@ -127,10 +136,17 @@ class AssistantReference(Reference):
     def step(
         self, embedding_BSH: torch.Tensor, state_BSH: torch.Tensor, shared: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the state that the next step reads, [B, S, H], and the logits [B, S, V], at all positions at once."""
+"""Return the state that the next step reads, [B, S, H], and that of the output layer, [B, S, A], at all
+        positions at once."""
+        return self.step_at(embedding_BSH, state_BSH, shared, 0)
+
+    def step_at(
+        self, embedding_BSH: torch.Tensor, state_BSH: torch.Tensor, shared: Any, ahead: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of a step whose queries have positions that are larger by `ahead`."""
         model, length = self.assistant, embedding_BSH.shape[1]
         seen = torch.ones(length, length, dtype=torch.bool).tril()
-        windowed = seen.triu(1 - model.config.text_config.sliding_window)
+        windowed = seen.triu(1 + ahead - model.config.text_config.sliding_window)
         masks = {
             kind: torch.zeros(length, length).masked_fill(~mask, -torch.inf)[None, None]
             for kind, mask in {"full_attention": seen, "sliding_attention": windowed}.items()
@@ -138,11 +154,26 @@ class AssistantReference(Reference):
         output = model.model(
             inputs_embeds=model.pre_projection(torch.cat((embedding_BSH, state_BSH), dim=-1)),
             attention_mask=masks,
-            position_ids=torch.arange(length)[None],
+            position_ids=torch.arange(length)[None] + ahead,
             shared_kv_states=shared,
             use_cache=False,
         )
-        return model.post_projection(output.last_hidden_state), model.lm_head(output.last_hidden_state)
+        return model.post_projection(output.last_hidden_state), output.last_hidden_state
+
+    def drafted_logits(self, states_BSA: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, S, V] of drafts. With clusters, transformers takes the smallest logit of a tensor, so
+        each position is a tensor of its own."""
+        masked, output_layer = self.assistant.masked_embedding, self.assistant.lm_head
+        if masked is None:
+            return output_layer(states_BSA)
+        return torch.cat([masked(each, output_layer.weight) for each in states_BSA.split(1, dim=1)], dim=1)
+
+    def cluster_scores(self, states_BSA: torch.Tensor, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores [B, S, C] of the clusters, and the cluster of each token."""
+        masked = self.assistant.masked_embedding
+        members = masked.token_ordering.view(masked.num_centroids, -1)
+        places = (members[None, None] == ids_BS[..., None, None]).any(-1)
+        return masked.centroids(states_BSA), places.int().argmax(-1)
 
     def trained_logits(
         self, rows_BS: torch.Tensor, hidden_BSH: torch.Tensor, num_drafts: int
@@ -151,9 +182,11 @@ class AssistantReference(Reference):
         pairs, padded = [], nn.functional.pad(rows_BS, (0, num_drafts))
         for draft in range(num_drafts):
             ids_BS = padded[:, draft + 1 : draft + rows_BS.shape[1]]
-            state, logits = self.step(self.trunk.get_input_embeddings()(ids_BS), state, shared)
-            known = rows_BS.shape[1] - draft - 2
-            pairs.append((logits[:, :known], rows_BS[:, draft + 2 :]))
+            state, drafted = self.step(self.trunk.get_input_embeddings()(ids_BS), state, shared)
+            known, targets = drafted[:, : rows_BS.shape[1] - draft - 2], rows_BS[:, draft + 2 :]
+            pairs.append((self.assistant.lm_head(known), targets))
+            if self.assistant.masked_embedding is not None:
+                pairs.append(self.cluster_scores(known, targets))
         return pairs
 
     @torch.no_grad()
@@ -164,7 +197,8 @@ class AssistantReference(Reference):
         state, shared = self.shared_keys(torch.tensor([row[: longest - 1]]))
         read, logits = torch.tensor([row[1:longest]]), []
         for _ in range(num_tokens):
-            state, of_draft = self.step(self.trunk.get_input_embeddings()(read), state, shared)
+            state, drafted = self.step(self.trunk.get_input_embeddings()(read), state, shared)
+            of_draft = self.drafted_logits(drafted)
             read = of_draft.argmax(-1)
             logits.append(of_draft[0, torch.tensor(lengths) - 2])
         return torch.stack(logits, dim=1)
@@ -190,11 +224,11 @@ def declare(
     return directory
 
 
-def add_assistant(directory: Path) -> Path:
+def add_assistant(directory: Path, **changed: Any) -> Path:
     """Add a random assistant to a trunk without heads; return the directory."""
     torch.manual_seed(3)
     of_trunk = json.loads((directory / "config.json").read_text())
-    model = random_assistant(of_trunk)
+    model = random_assistant(of_trunk, **changed)
     own = {PREFIX + name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     tensors = load_file(directory / "model.safetensors") | own
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

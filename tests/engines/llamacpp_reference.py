@@ -1,20 +1,61 @@
 """Compute the tokens and draft counts of llama.cpp's server for each request, without its code.
 
 llama.cpp pairs the state of the previous token with every token, also with the first token of a prompt. The reference
-also follows two faults of llama.cpp b11549 (docs/en/upstream.md), which change only drafts:
+also follows faults of llama.cpp b11549 (docs/en/upstream.md), which change only drafts:
 
 - The state before the first token of a prompt is not reset: it is zeros in the first request of a slot, and the state
   of the last token but one of the previous request in later ones.
 - Architectures with recurrent layers cannot remove rejected tokens. After a rejected draft, they restore an earlier
   state, compute the accepted tokens again together with the next one, and do not draft in this step. The head's key at
   the first of these tokens is computed from the state of the last rejected draft.
+
+A third one is in `norm_as_llamacpp`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 
 from tests.engines.reference import Reference
+
+
+class HalfGelu(torch.nn.Module):
+    """GELU as ggml computes it on a CPU: it reads the result from a table by the input in float16, also in float32."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        read = torch.nn.functional.gelu(inputs.half().float(), approximate="tanh").half().float()
+        return torch.where(inputs.abs() < 10, read, inputs.clamp(min=0))
+
+
+@contextmanager
+def half_gelu() -> Iterator[None]:
+    """Let models of transformers that are built have `HalfGelu`."""
+    functions: Any = ACT2FN
+    before = dict.__getitem__(functions, "gelu_pytorch_tanh")
+    functions["gelu_pytorch_tanh"] = HalfGelu
+    try:
+        yield
+    finally:
+        functions["gelu_pytorch_tanh"] = before
+
+
+class _LayerNorm(torch.nn.Module):
+    def __init__(self, weight_H: torch.Tensor):
+        super().__init__()
+        self.weight_H = weight_H
+
+    def forward(self, state_BSH: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(state_BSH, self.weight_H.shape, self.weight_H, None, 1e-5)
+
+
+def norm_as_llamacpp(reference: Reference) -> None:
+    """Let the output norm of the head subtract the mean, as that of Nemotron-H in llama.cpp."""
+    head: Any = reference.heads[0]
+    head["output_norm"] = _LayerNorm(head["output_norm"].weight)
 
 
 @dataclass(frozen=True)

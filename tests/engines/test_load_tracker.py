@@ -103,6 +103,17 @@ def test_a_vision_tower_keeps_what_it_has():
     assert filling.unfilled(model) == {"language_model.bias": 2}
 
 
+def test_a_number_that_is_read_as_a_number_counts_as_read(tmp_path):
+    """SGLang's loader fills a parameter of one element in this way."""
+    save_file({"scalar": torch.ones(1), "other": torch.ones(1)}, tmp_path / "model.safetensors")
+    recorder = DryLoad(Checkpoint(tmp_path).stored)
+    with torch.device("meta"):
+        model = nn.ParameterDict({"scalar": nn.Parameter(torch.empty(1)), "other": nn.Parameter(torch.empty(1))})
+    with recorder:
+        model["scalar"].data.fill_(dict(recorder.weights())["scalar"].item())
+    assert (recorder.used, recorder.unfilled(model)) == ({"scalar"}, {"other": 1})
+
+
 def test_it_objects_to_a_shape_as_torch_does(tmp_path):
     recorder = DryLoad(Checkpoint(make_tiny_hf(tmp_path, "qwen3")).stored)
     target = torch.empty(3, 3, device="meta")

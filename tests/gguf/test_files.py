@@ -9,16 +9,21 @@ from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import load_file, save_file
 
 from swiftlite.base.errors import UserError
+from swiftlite.families import FAMILIES as FAMILIES_OF_MODELS
 from swiftlite.families.resolved import resolve
 from swiftlite.families.serving.llamacpp import ARCHITECTURES
 from swiftlite.gguf.metadata import EXACT
 from swiftlite.gguf.read import GgufFile
-from swiftlite.gguf.write import write_gguf
+from swiftlite.gguf.write import write_draft_gguf, write_gguf
+from tests.engines.gemma4_assistant_reference import config_for, declare
 from tests.messages import naming
 from tests.tiers import some_of
-from tests.tiny import ALIKE, make_tiny_hf
+from tests.tiny import ALIKE, GEMMA4_E, LLAMACPP_SIZES, make_tiny_hf
 
 FAMILIES = some_of(ARCHITECTURES, *(family for family in ARCHITECTURES if family not in ALIKE))
+E_SIZES = GEMMA4_E | {"vocab_size_per_layer_input": 320}
+"""Sizes of a Gemma 4 like E2B with the test tokenizer, whose last layer with keys of its own has a sliding window."""
+DENSE = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -40,7 +45,8 @@ def write(directory: Path, file: Path, gguf_type) -> Path:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_round_trip_is_bitwise_identical(tmp_path, family, dtype):
-    source = make_tiny_hf(tmp_path / "source", family, depth=1, dtype=dtype, with_tokenizer=True)
+    sizes = LLAMACPP_SIZES.get(family, {})
+    source = make_tiny_hf(tmp_path / "source", family, depth=1, dtype=dtype, with_tokenizer=True, **sizes)
     file = write(source, tmp_path / "model.gguf", TYPES[dtype])
     before, after = load_file(source / "model.safetensors"), back(file, tmp_path / "back")
     towers = {name for name in before if name.startswith("model.visual.")}
@@ -50,6 +56,28 @@ def test_a_round_trip_is_bitwise_identical(tmp_path, family, dtype):
         assert torch.equal(tensor, before[name]), name
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((source / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    some_of(
+        [
+            ("gemma4", {}),
+            ("gemma4_unified", {}),
+            ("nemotron_h", DENSE),
+            ("gemma4_text", E_SIZES | {"num_kv_shared_layers": 2}),
+        ],
+        ("gemma4", {}),
+        ("gemma4_text", E_SIZES | {"num_kv_shared_layers": 2}),
+    ),
+)
+def test_a_round_trip_of_a_trunk_is_bitwise_identical(tmp_path, family, sizes):
+    source = make_tiny_hf(tmp_path / "source", family, dtype=torch.bfloat16, with_tokenizer=True, **sizes)
+    before = load_file(source / "model.safetensors")
+    after = back(write(source, tmp_path / "model.gguf", "bf16"), tmp_path / "back")
+    hf_config = resolve(source).config
+    assert after.keys() == {name for name in before if not FAMILIES_OF_MODELS[family].is_carried(hf_config, name)}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
 def test_norms_with_small_weights_keep_their_bits(tmp_path):
@@ -99,6 +127,16 @@ def test_a_tensor_without_a_place_is_named(tmp_path):
         ("qwen3", {"intermediate_size": 40}, "intermediate_size 40 32"),
         ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.2}}, "attention_factor 1.2"),
         ("qwen3", {"rope_parameters": YARN | {"mscale": 1.0}}, "mscale mscale_all_dim"),
+        ("gemma4_text", {}, "gemma4 --mtp strip vllm"),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}, "MLP experts"),
+        (
+            "nemotron_h",
+            {
+                "layers_block_type": ["linear_attention", "full_attention", "mlp", "mlp"],
+                "mtp_hybrid_override_pattern": "*",
+            },
+            "MTP head without experts",
+        ),
     ],
 )
 def test_what_llamacpp_cannot_compute_is_named(tmp_path, family, change, named):
@@ -108,6 +146,33 @@ def test_what_llamacpp_cannot_compute_is_named(tmp_path, family, change, named):
     with pytest.raises(UserError, match=naming(named)):
         write(source, tmp_path / "model.gguf", "bf16")
     assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        (E_SIZES, "num_kv_shared_layers sliding_attention full_attention"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types sliding_attention"),
+    ],
+)
+def test_layers_of_gemma_4_that_llamacpp_does_not_have_are_named(tmp_path, sizes, named):
+    """In llama.cpp, layers can only share the keys of the last layers of each kind if these are next to each other."""
+    source = make_tiny_hf(tmp_path / "source", "gemma4_text", with_tokenizer=True, **sizes)
+    with pytest.raises(UserError, match=naming(named)):
+        write(source, tmp_path / "model.gguf", "bf16")
+
+
+@pytest.mark.parametrize(("changed", "named"), [({"hidden_size": 64}, "hidden_size 64"), ({}, "layer_types")])
+def test_an_assistant_that_llamacpp_does_not_run_is_named(tmp_path, changed, named):
+    number = 1 if changed else 2  # of the layers with full attention
+    kinds = ["sliding_attention"] * (3 - number) + ["full_attention"] * number
+    source = make_tiny_hf(
+        tmp_path / "source", "gemma4_text", tied=True, with_tokenizer=True, num_hidden_layers=3, layer_types=kinds
+    )
+    own = config_for(json.loads((source / "config.json").read_text())).to_dict()
+    declare(source, {**own, "text_config": own["text_config"] | changed}, (2 - number, 2))
+    with pytest.raises(UserError, match=naming(named)):
+        write_draft_gguf(resolve(source), tmp_path / "draft.gguf", "bf16")
 
 
 def test_a_draft_vocabulary_stays_in_the_config(tmp_path):
@@ -124,6 +189,17 @@ def test_several_heads_are_refused(tmp_path):
     source = make_tiny_hf(tmp_path / "source", "qwen3", depth=2, with_tokenizer=True)
     with pytest.raises(UserError, match=naming("--mtp_unroll")):
         write(source, tmp_path / "model.gguf", "bf16")
+
+
+def test_a_constant_that_was_changed_is_named(tmp_path):
+    source = make_tiny_hf(tmp_path / "source", "gemma4_text", with_tokenizer=True)
+    file = write(source, tmp_path / "model.gguf", "bf16")
+    (constant,) = [tensor for tensor in GGUFReader(file).tensors if tensor.name == "rope_freqs.weight"]
+    with file.open("r+b") as opened:
+        opened.seek(constant.data_offset)
+        opened.write(bytes(4))
+    with pytest.raises(UserError, match=naming("model.gguf rope_freqs.weight")):
+        back(file, tmp_path / "back")
 
 
 @pytest.mark.parametrize("size", [10, 3000, -100])

@@ -1,4 +1,5 @@
-"""Test with llama.cpp that each of our names of pre-tokenizers divides texts as the regular expressions of HF do.
+"""Test with llama.cpp that each of our names of pre-tokenizers divides texts as the regular expressions of HF do, and
+that the BPE of Gemma 4 does.
 
 The vocabulary contains all short substrings of the texts, with all merges that lead to them. So each short piece that a
 pre-tokenizer splits off is one token, and equal tokens mean equal pieces.
@@ -8,8 +9,12 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.models import BPE
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.trainers import BpeTrainer
 
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.engines.llamacpp.check import TEXTS, check_file
@@ -137,3 +142,62 @@ def test_llamacpp_does_not_normalize(tmp_path):
     texts = ("caf\u00e9", "cafe\u0301", "cafe")
     (found,) = problems(tmp_path, (GPT2,), texts, {"type": "NFC"})
     assert repr(texts[1]) in found
+
+
+BYTES = [f"<0x{number:02X}>" for number in range(256)]
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|tool_call>"]
+
+
+def write_gemma_tokenizer(directory: Path, texts: tuple[str, ...]) -> int:
+    """Train a tokenizer like that of Gemma 4 on texts, and write it; return the number of its tokens."""
+    trained = Tokenizer(BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    trained.normalizer = Replace(" ", "\u2581")
+    trained.pre_tokenizer = Split("\n", "contiguous")
+    special = [*SPECIAL, *BYTES]
+    trained.train_from_iterator(texts, BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False))
+    content = json.loads(trained.to_str())
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    in_front = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content |= {
+        "added_tokens": [token for token in content["added_tokens"] if token["content"] in SPECIAL],
+        "pre_tokenizer": split,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": in_front,
+            "pair": [],
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")},
+        "chat_template": "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return len(content["model"]["vocab"])
+
+
+def test_the_tokenizer_of_gemma_4_divides_texts_as_that_of_hf(tmp_path):
+    """Characters of texts that it was not trained on become bytes."""
+    (tmp_path / "tokenizer").mkdir()
+    size = write_gemma_tokenizer(tmp_path / "tokenizer", (*TEXTS, *MORE_TEXTS[:8]))
+    model = make_tiny_hf(tmp_path / "model", "gemma4_text", tied=True, vocab_size=size)
+    for file in (tmp_path / "tokenizer").iterdir():
+        file.rename(model / file.name)
+    write_gguf(resolve(model), tmp_path / "model.gguf", "bf16")
+    template = ChatTemplate(load_tokenizer(model), vocab_size=size)
+    words = program()
+    assert words is not None
+    texts = (*TEXTS, *MORE_TEXTS, *MARKS_AND_CAPITALS, "<|tool_call>call<eos>")
+    assert check_file(words, tmp_path / "model.gguf", template, [], texts).problems == []
+    types = GGUFReader(tmp_path / "model.gguf").fields["tokenizer.ggml.token_type"].contents()
+    assert [types[number] for number in (2, 4, 5, 300)] == [3, 4, 6, 1]

@@ -45,3 +45,19 @@ def test_other_tokens_are_named(tmp_path):
     form, pieces = other_tokens(tmp_path)
     assert "NFC" in form
     assert "ASCII" in pieces
+
+
+BY_CHARACTERS = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    "pre_tokenizer": None,
+    "model": {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0, "\n": 1, "b": 2}, "merges": []},
+}
+
+
+@pytest.mark.parametrize(("merges", "named"), [([["a", "\n"]], "tokenizer.json merge"), ([], "add_bos_token")])
+def test_a_tokenizer_like_that_of_gemma_4_that_llama_cpp_would_change_is_refused(tmp_path, merges, named):
+    content = {**BY_CHARACTERS, "model": {**BY_CHARACTERS["model"], "merges": merges}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "b"}))
+    with pytest.raises(UserError, match=naming(named)):
+        tokenizer_metadata(tmp_path, 3)

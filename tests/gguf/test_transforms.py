@@ -6,9 +6,11 @@ import torch
 from swiftlite.gguf.transforms import (
     AddOne,
     Chain,
+    Constant,
     Copy,
     NegativeExp,
     Reorder,
+    Reshape,
     SplitKeysAndValues,
     Squeeze,
     Stack,
@@ -23,6 +25,7 @@ CASES = {
     "split": (SplitKeysAndValues(heads=2, key=3, value=4), [(14, 5)]),
     "reorder rows": (Reorder(0, (2, 0, 3, 1, 4), (3, 2), (1, 4)), [(3, 2), (2, 2)]),
     "reorder columns": (Reorder(1, (2, 0, 1), (3,), (3,)), [(2, 3)]),
+    "reshape": (Reshape((6,), (2, 3)), [(6,), (6,)]),
     "chain": (Chain((Squeeze(), Reorder(0, (1, 0), (2,), (2,)))), [(2, 1, 3)]),
 }
 
@@ -61,7 +64,10 @@ def test_keys_are_transposed():
     assert torch.equal(values[1], both[10:14])
 
 
-def test_zeros_belong_to_no_tensor():
+def test_constants_and_zeros_belong_to_no_tensor():
+    constant = Constant((1.0, 1e30))
+    assert torch.equal(constant.to_gguf([])[0], torch.tensor([1.0, 1e30]))
+    assert constant.to_hf(constant.to_gguf([])) == []
     zeros = Zeros(((1, 2), (3,)))
     assert [tensor.shape for tensor in zeros.to_gguf([])] == [(1, 2), (3,)]
     assert zeros.to_hf(zeros.to_gguf([])) == []

@@ -10,6 +10,7 @@ from swiftlite.families.resolved import resolve
 from swiftlite.model.open import open_model
 from tests.engines.reference import convention
 from tests.messages import naming
+from tests.model_tensors import tensors_of
 from tests.tiny import make_tiny_hf
 
 PROJECTION = "mtp.layers.0.eh_proj.weight"
@@ -32,7 +33,7 @@ def test_a_directory_without_a_model_is_named(tmp_path):
 
 def test_the_model_has_the_numbers_of_the_directory(hf_dir, mesh):
     (model,), report = open_model(resolve(hf_dir), mesh, dtype=torch.bfloat16)
-    parameters = dict(model.named_parameters())
+    parameters = dict(tensors_of(model))
     assert set(report.loaded) == set(parameters)
     assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
     tensors = load_file(hf_dir / "model.safetensors")

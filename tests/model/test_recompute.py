@@ -128,6 +128,8 @@ def test_frozen_embedding(mesh):
 
 BEFORE_18 = Version("0.18") > MCORE_VERSION
 stock_until_17 = pytest.mark.skipif(not BEFORE_18, reason="mended in megatron-core 0.18")
+# 0.19 recomputes an MTP layer in a method with other arguments, and only with `uniform`.
+stock_until_18 = pytest.mark.skipif(Version("0.19") <= MCORE_VERSION, reason="another method in megatron-core 0.19")
 
 
 @stock_until_17
@@ -174,6 +176,7 @@ def test_stock_mtp_layer_refuses_uniform_2(mesh, monkeypatch):
         train(make_model(mesh, **full("uniform", 2)))
 
 
+@stock_until_18
 def test_stock_mtp_layer_gives_heads_of_a_frozen_trunk_no_gradient(mesh, monkeypatch):
     use_stock_mtp(monkeypatch)
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -233,6 +236,7 @@ def test_a_recomputed_mtp_layer_keeps_its_two_inputs(mesh, bench, method, num_la
     assert mtp_bytes(bench, make_model(mesh)) > 20 * hidden
 
 
+@stock_until_18
 def test_stock_mtp_layer_keeps_all_with_block(mesh, bench, monkeypatch):
     ours, all_of_it = (mtp_bytes(bench, make_model(mesh, **options)) for options in (full("block", 1), {}))
     use_stock_mtp(monkeypatch)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs
 from swiftlite.base.heads import Heads
+from swiftlite.bridge.placement import global_name
 from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.families.drafters import DrafterOptions, with_drafter
@@ -355,6 +356,6 @@ def test_fit_changes_nothing_else(tmp_path, mesh, family, fitted):
     fit_heads(chunks, mesh, [collate(samples, 0, num_drafts=1)], block_of(hf_model))
     after = {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
     after |= dict(model.named_buffers())
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    changed = [global_name(name, model) for name in before if not torch.equal(before[name], after[name])]
     assert sorted(changed) == [f"mtp.layers.0.{name}.weight" for name in fitted]
     assert model.training

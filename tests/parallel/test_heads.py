@@ -48,7 +48,7 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dflash": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "dflash, packed": ("qwen3", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
     "assistant": ("gemma4_text", 0, UNROLL | {"mtp_mode": "heads_only"}),
-    "assistant, packed": ("gemma4_text", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
+    "assistant, clusters": ("gemma4_text", 0, UNROLL | PACKED | {"mtp_mode": "heads_only", "mtp_loss": "kl"}),
     "dspark": ("qwen3", 0, UNROLL | {"mtp_mode": "heads_only"}),
     "dspark, packed": (
         *("qwen3", 0),
@@ -73,7 +73,7 @@ CHOSEN = {
     "dflash": ("TP2", "TP2+SP", "PP2", "CP2", "DP2", "PP2 MTP apart"),
     "dflash, packed": ("TP2+SP", "CP2"),
     "assistant": ("TP2", "TP2+SP", "PP2", "CP2", "DP2"),
-    "assistant, packed": ("TP2+SP", "CP2"),
+    "assistant, clusters": ("TP2", "TP2+SP", "PP2", "CP2", "DP2"),
     "dspark": ("TP2", "TP2+SP", "PP2", "CP2", "DP2"),
     "dspark, packed": ("TP2+SP", "CP2", "DP2"),
 }
@@ -88,7 +88,8 @@ def add_drafter(directory: Path, way: str) -> None:
     elif way.startswith("dflash"):
         dflash_reference.add_drafter(directory, [1, 3], layers=2)
     elif way.startswith("assistant"):
-        gemma4_assistant_reference.add_assistant(directory)
+        settings = gemma4_assistant_reference.CLUSTERS if "clusters" in way else {}
+        gemma4_assistant_reference.add_assistant(directory, **settings)
     elif way.startswith("dspark"):
         dflash_reference.add_drafter(directory, [1, 3], layers=2, rank=8)
 
@@ -157,7 +158,10 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         ("assistant", "PP2"),
         ("assistant", "CP2"),
         ("assistant", "DP2"),
-        ("assistant, packed", "TP2+SP"),
+        ("assistant, clusters", "TP2"),
+        ("assistant, clusters", "PP2"),
+        ("assistant, clusters", "DP2"),
+        ("assistant, clusters", "CP2"),
         ("dspark", "TP2"),
         ("dspark", "DP2"),
         ("dspark", "CP2"),

@@ -57,6 +57,8 @@ PUBLISHED = {
     ),
 }
 
+_NANO_3 = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+LIGHTNING = [{"M": "mamba", "*": "attention", "E": "moe"}[letter] for letter in _NANO_3]
 WINDOWS = ["sliding_attention", "full_attention"]
 TEXT: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-3.1-8B": (
@@ -68,6 +70,12 @@ TEXT: dict[str, tuple[dict[str, Any], int]] = {
         {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 36}
         | {"num_key_value_heads": 8, "vocab_size": 151680},
         7_833_409_536,
+    ),
+    "NVIDIA-Nemotron-3.5-Lightning-30B-A3B": (
+        {"hidden_size": 2688, "layers_block_type": LIGHTNING, "mamba_head_dim": 64, "mamba_num_heads": 64}
+        | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128}
+        | {"num_attention_heads": 32, "num_hidden_layers": 52, "ssm_state_size": 128, "vocab_size": 131072},
+        32_913_263_168,  # as on the hub, without 24 * 128 biases of routers, which are not trained by gradients
     ),
     "Phi-4": (
         {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_hidden_layers": 40}
@@ -101,7 +109,7 @@ TEXT: dict[str, tuple[dict[str, Any], int]] = {
         753_864_139_008 - 76 * 256,  # the hub also counts the biases of routers, which are not trained by gradients
     ),
 }
-"""Sizes of text models, and their numbers of parameters, as the hub shows them; GLM-5 and MiMo with their heads."""
+"""Sizes of text models, and their numbers of parameters, as the hub shows them; some with heads."""
 
 
 @pytest.fixture(params=PUBLISHED)
@@ -143,6 +151,18 @@ def test_parameters_of_text_models_are_the_published_ones(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | sizes))
     depth = 1 if config["model_type"] in library.HEADS else 0
     assert count(tmp_path, heads=Heads(depth)) == total
+
+
+def test_parameters_of_nemotron_nano_2_are_the_published_ones(tmp_path):
+    """Its config.json states two sizes a second time, as `mamba_num_groups` and `mamba_state_dim`, which no program
+    reads. Here are the settings that determine shapes; all others are those of Nemotron-H."""
+    sizes = {"hidden_size": 4480, "intermediate_size": 15680, "num_attention_heads": 40, "num_key_value_heads": 8}
+    sizes |= {"head_dim": 128, "mamba_head_dim": 80, "mamba_num_heads": 128, "num_hidden_layers": 56}
+    sizes |= {"ssm_state_size": 128, "mamba_state_dim": 128, "n_groups": 8, "mamba_num_groups": 8, "vocab_size": 131072}
+    pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+    config = library.content("Nemotron-H-56B-Base-8K") | sizes | {"hybrid_override_pattern": pattern}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert count(tmp_path) == 8_888_227_328
 
 
 def test_a_new_head_is_a_decoder_layer_with_a_projection(model):

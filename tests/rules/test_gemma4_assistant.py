@@ -121,7 +121,9 @@ def test_it_is_on_the_stage_of_the_layers_that_it_reads(gemma, last, is_refused)
 @pytest.mark.parametrize(
     ("change", "of_text", "problem"),
     [
-        ({"use_ordered_embeddings": True}, {}, "use_ordered_embeddings"),
+        ({"use_ordered_embeddings": True, "num_centroids": 24}, {}, "num_centroids 24 128"),
+        ({"use_ordered_embeddings": True}, {}, "num_centroids 2048"),
+        ({"use_ordered_embeddings": True, "num_centroids": 16}, {}, "centroid_intermediate_top_k 32"),
         ({"backbone_hidden_size": 128}, {}, "backbone_hidden_size 128 64"),
         ({"tie_word_embeddings": False}, {}, "tie_word_embeddings"),
         ({}, {"vocab_size": 100}, "vocab_size 100 128"),
@@ -139,6 +141,19 @@ def test_an_assistant_of_another_trunk(gemma, change, of_text, problem):
     write("assistant", {**ASSISTANT, **change, "text_config": ASSISTANT["text_config"] | of_text})
     problems = problems_of(dataclasses.replace(SFT, **GRAFT))
     assert mention_each([text for text, _ in problems], [f"--mtp_graft_from assistant {problem}"])
+
+
+def test_clusters_of_tokens(gemma):
+    """Those of E2B and E4B; they have no random start."""
+    clusters = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 3}
+    write("assistant", ASSISTANT | clusters)
+    rules.check(dataclasses.replace(SFT, **GRAFT), 1)
+    drafter = {"kind": "gemma4_assistant", "layers": 1, "feature_layers": [2, 3], "config": ASSISTANT | clusters}
+    write("trunk", TRUNK | {"drafter": drafter})
+    usual = {"model": "trunk", "mtp_mode": "heads_only"}
+    rules.check(dataclasses.replace(SFT, **usual), 1)
+    problems = problems_of(dataclasses.replace(SFT, **usual, mtp_init="random"))
+    assert mention_each([text for text, _ in problems], ["--mtp_init random use_ordered_embeddings"])
 
 
 def test_another_trunk(gemma):

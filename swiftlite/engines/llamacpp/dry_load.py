@@ -35,7 +35,8 @@ def _method_of(draft_file: Path) -> str:
     """Return the value of `--spec-type`, without the prefix `draft-`, for a drafter's file."""
     if any(key.endswith(f".{FROM_ANCHOR}") for key in keys_of(draft_file)):
         return DRAFT_ARCHITECTURES[dflash.DSPARK].method
-    return examine(draft_file).architecture
+    name = examine(draft_file).architecture
+    return next((known.method for known in DRAFT_ARCHITECTURES.values() if known.name == name), name)
 
 
 def _of_two_files(file: Path, draft_file: Path) -> LoadReport:

@@ -32,5 +32,5 @@ LLAMACPP = EngineInfo(
     dry_load="swiftlite.engines.llamacpp.dry_load:dry_load",
     file_report="swiftlite.engines.llamacpp.dry_load:report_of",
     command_needs_no_install=True,
-    families="swiftlite.families.serving.llamacpp:ARCHITECTURES",
+    families="swiftlite.families.serving.llamacpp:FAMILIES_RUN",
 )

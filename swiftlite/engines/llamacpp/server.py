@@ -113,7 +113,8 @@ def server_options(
         UserError: llama.cpp does not support the model or its heads.
     """
     kind = model.heads.kind
-    metadata_of(model.family, model.config, model.heads.layers, kind)  # checks that llama.cpp supports the model
+    heads = model.heads.layers if kind == MTP else 0
+    metadata_of(model.family, model.config, heads, kind)  # checks that llama.cpp supports the model
     if numbers.heads:
         require_heads(model, KINDS)
         if kind in BLOCKS and numbers.heads > model.heads.drafts:

@@ -25,6 +25,8 @@ WRITES = (
     torch.ops.aten.zero_.default,
 )
 """Operations of weight loaders that write to their first argument."""
+ITEM = torch.ops.aten._local_scalar_dense.default
+"""The operation of `Tensor.item()`, with which SGLang reads a tensor of one number before it fills the parameter."""
 
 CARRIED = ("visual.",)
 """Name prefixes, in vLLM and SGLang, of parameters outside of the language model (Qwen3.5's vision tower). Training
@@ -171,6 +173,9 @@ class DryLoad(LoadTracker):
         yield from self._tensors.items()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is ITEM and (read := self._keys.get(_storage(args[0]))):
+            self.used |= read
+            return 0.0  # a tensor on the meta device has no number
         # Some classes create a parameter on another device, to which meta tensors cannot be copied.
         is_without_numbers = func is COPY and args[1].is_meta and not args[0].is_meta
         if is_without_numbers:

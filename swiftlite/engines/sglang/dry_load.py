@@ -15,6 +15,7 @@ from swiftlite.engines.sglang.options import (
     depth_problem,
     draft_folder,
     draft_model_options,
+    is_on_cpu,
 )
 
 os.environ.update(cpu_variables())  # read when SGLang is imported
@@ -37,12 +38,16 @@ from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank,
 from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.weight_transfer import SHARED
+from swiftlite.families import gemma4_assistant
 from swiftlite.families.drafters import BLOCKS
 from swiftlite.families.resolved import HfModel
 
 # Scales of an FP8 KV cache, which a checkpoint may omit; their default is -1 (layers/quantization/kv_cache.py of
 # 0.5.23).
 OPTIONAL = (".k_scale", ".v_scale")
+OF_ASSISTANT = (".self_attn.qkv_proj.weight", ".self_attn.k_norm.weight")
+"""Parameters in SGLang's class of an assistant for keys and values of its own, which its attention does not compute.
+The queries of `qkv_proj` are in the files (`_missing`)."""
 
 
 def dry_load(config: EngineConfig) -> LoadReport:
@@ -67,7 +72,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
             if drafts:
                 for number in _draft_models(model):
                     loading.draft = _load(loading, server_args, is_draft_model=True, number=number)
-                loading.problems += _replaced(loading)
+                loading.problems += _replaced(loading) + _missing(loading)
                 loading.problems += _without_features(loading)
                 if type(loading.draft) is type(loading.target):
                     loading.note_that_target_drafts_for_itself()
@@ -83,8 +88,8 @@ def _draft_models(model: HfModel) -> list[int | None]:
     """Return the numbers of the draft models, of which SGLang has one for each head that drafts in its step; a single
     None if one draft model has all heads.
     """
-    known = SGLANG.convention_for(model.family)
-    return list(range(model.heads.layers)) if known.heads == "each" and model.heads.kind == MTP else [None]
+    has_several = model.heads.kind == MTP and SGLANG.convention_for(model.family).heads == "each"
+    return list(range(model.heads.layers)) if has_several else [None]
 
 
 def _replaced(loading: Loading) -> list[str]:
@@ -93,11 +98,21 @@ def _replaced(loading: Loading) -> list[str]:
     return [f"{type(loading.draft).__name__} overwrites {key} with another tensor" for key in some(keys)]
 
 
+def _missing(loading: Loading) -> list[str]:
+    """Return a problem for each tensor of an assistant that is not in the files."""
+    model = loading.model
+    if model.heads.kind != gemma4_assistant.KIND:
+        return []
+    wanted = [key for row in model.family.head_rows(model.config, 0) for key in row.hf]
+    return [f"{key} is missing" for key in some(key for key in wanted if key not in loading.recorder.keys)]
+
+
 def _without_features(loading: Loading) -> list[str]:
     """Return a problem if the trunk does not return the states that the drafter reads."""
     heads = loading.model.heads
     name = "set_dflash_layers_to_capture" if heads.kind in BLOCKS else "set_eagle3_layers_to_capture"
-    if not heads.features or hasattr(loading.target, name):
+    reads_states = heads.features and heads.kind != gemma4_assistant.KIND  # which reads the cache of these layers
+    if not reads_states or hasattr(loading.target, name):
         return []
     return [f"{type(loading.target).__name__} does not return the states that the drafter {heads.kind!r} reads"]
 
@@ -116,7 +131,15 @@ def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
         "log_level": "error",
         **drafting,
         **cpu_options(config.model.family, drafts),
+        **_without_snapshots(config.model),
     }
+
+
+def _without_snapshots(model: HfModel) -> dict[str, bool]:
+    """Return the option without which SGLang refuses models with recurrent layers on a CPU, which cannot keep snapshots
+    of their states."""
+    is_recurrent = any(kind.is_recurrent for kind in model.family.architecture(model.config).attentions)
+    return {"disable_radix_cache": True} if is_recurrent and is_on_cpu() else {}
 
 
 def _load(loading: Loading, server_args: Any, is_draft_model: bool = False, number: int | None = None) -> nn.Module:
@@ -131,4 +154,6 @@ def _load(loading: Loading, server_args: Any, is_draft_model: bool = False, numb
         not_loaded = OPTIONAL
         if is_draft_model:
             not_loaded = (*SHARED, *OPTIONAL)
+            if loading.model.heads.kind == gemma4_assistant.KIND:
+                not_loaded += OF_ASSISTANT
         return loading.fill(str(config.hf_config.architectures), build, not_loaded)

@@ -7,7 +7,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.serving_fields import SglangArgs
 from swiftlite.base.heads import MTP
 from swiftlite.engines.info import EngineInfo, Plugin
-from swiftlite.families import dflash, eagle3
+from swiftlite.families import dflash, eagle3, gemma4_assistant
 
 NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sglang_speculative_num_draft_tokens")
 
@@ -64,7 +64,7 @@ SGLANG = EngineInfo(
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
     convention="swiftlite.families.serving.sglang:convention",
     measured="0.5.23",
-    drafters=(MTP, eagle3.KIND, *dflash.KINDS),
+    drafters=(MTP, eagle3.KIND, *dflash.KINDS, gemma4_assistant.KIND),
     gpu_drafters=dflash.KINDS,  # arg_groups/speculative_hook.py of 0.5.23
     memory_option="mem_fraction_static",
     draws_rollouts=True,

@@ -22,9 +22,10 @@ from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import check_quantized_heads
 from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
-from swiftlite.families import Family
+from swiftlite.families import Family, eagle3, gemma4_assistant
 from swiftlite.families.dflash import DSPARK
 from swiftlite.families.drafters import BLOCKS
+from swiftlite.families.layer_types import KINDS
 from swiftlite.families.resolved import HfModel
 
 
@@ -64,11 +65,14 @@ def _drafter_problem(model: HfModel, num_tokens: int | None) -> str | None:
         return f"SGLang is not supported for the drafter {kind!r}"
     if model.family.name not in trunks:
         return f"SGLang is not supported for the drafter {kind!r} of {model.family.name}, only of {', '.join(trunks)}"
+    if kind == gemma4_assistant.KIND and not gemma4_assistant.reads_last_layers(model.config):
+        return f"SGLang drafts with an assistant only if the last two of layer_types are {' and '.join(KINDS)}"
     if kind in BLOCKS:
         return _block_problem(model, num_tokens)
     own = model.directory / DRAFT_FOLDER / "config.json"
     # SGLang would leave the output layer of older exports random.
-    if not own.is_file() or "eagle_config" not in read_json(own):
+    is_old = kind == eagle3.KIND and own.is_file() and "eagle_config" not in read_json(own)
+    if is_old or not own.is_file():
         return f"{model.directory}/{DRAFT_FOLDER} is not for SGLang; export the run again: swiftlite export --to_hf"
     return None
 
@@ -95,7 +99,8 @@ def draft_model_options(model: HfModel, num_tokens: int) -> dict[str, Any]:
     kind, folder = model.heads.kind, draft_folder(model)
     options: dict[str, Any] = {"speculative_algorithm": "NEXTN"}
     if folder is not None:
-        options = {"speculative_algorithm": kind.upper(), "speculative_draft_model_path": str(folder.absolute())}
+        method = model.family.drafter(model.config).sglang_method or kind
+        options = {"speculative_algorithm": method.upper(), "speculative_draft_model_path": str(folder.absolute())}
     if kind == DSPARK:  # otherwise the number must be that of the drafter's config.json
         options["speculative_dspark_block_size"] = num_tokens
     # The last number counts the token that is verified as well.
@@ -133,9 +138,9 @@ def speculative_options(
 
 def _num_steps(model: HfModel) -> int:
     """Return the number of draft tokens per step that the heads were trained for and SGLang can run."""
-    known = SGLANG.convention_for(model.family)
     if model.heads.kind != MTP:
         return model.heads.drafts
+    known = SGLANG.convention_for(model.family)
     num_drafting = known.num_drafting(model.heads.layers)
     if num_drafting == model.heads.layers and not known.drafts_once:
         return model.heads.drafts
@@ -173,16 +178,18 @@ def _token_map(model: HfModel) -> dict[str, str]:
 
 def known_report(model: HfModel) -> LoadReport:
     """Return a load report for a machine without SGLang, from known facts about SGLang's draft classes."""
-    known = SGLANG.convention_for(model.family)
-    draft = None
-    if model.heads.layers:
-        draft = known.draft if model.heads.kind == MTP else model.heads.kind
+    draft, num_drafting = None, model.heads.layers
+    if model.heads.kind != MTP:
+        draft = model.heads.kind
+    elif model.heads.layers:
+        known = SGLANG.convention_for(model.family)
+        draft, num_drafting = known.draft, known.num_drafting(model.heads.layers)
     return LoadReport(
         engine="sglang 0.5.23 (not installed: its loaders were not run)",
         target=(model.config.get("architectures") or [None])[0],
         draft=draft,
         num_mtp_heads=model.heads.layers,
-        num_drafting=known.num_drafting(model.heads.layers),
+        num_drafting=num_drafting,
         verdict="no known problem",
         problems=list(filter(None, [depth_problem(model)])),
         notes=list(filter(None, [fed_otherwise(model, SGLANG)])),

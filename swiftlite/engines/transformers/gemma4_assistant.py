@@ -132,4 +132,9 @@ class AssistantSteps(DraftSteps):
         (assistant,), (cache,) = self._heads, self._caches
         drafted = assistant(torch.cat((self._embeddings(ids[:, -1:]), self._state), dim=-1), cache)
         self._state = assistant.network.post_projection(drafted)
-        return self._output(assistant, drafted)
+        clusters = assistant.network.masked_embedding
+        if clusters is None:
+            return self._output(assistant, drafted)
+        logits = clusters(drafted[:, -1:], assistant.output_layer.weight)[:, 0]
+        # Tokens outside of the selected clusters have the smallest logit. As in vLLM, they are never drawn.
+        return logits.masked_fill(logits == logits.amin(dim=-1, keepdim=True), -torch.inf)

@@ -1,7 +1,8 @@
 """Plugin of vLLM to serve swiftlite's checkpoints.
 
 The plugin adds a config class for MiMo, draft models for the architectures in `DRAFTS`, backends for live weights,
-fixes of drafts behind images and of sampling on a CPU, DSpark drafters and a kernel for FP8 on a CPU.
+fixes of drafts behind images and of sampling on a CPU, and on a CPU DSpark drafters, clusters of tokens of Gemma 4's
+assistants and a kernel for FP8.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`. If swiftlite is
 installed, a checkpoint with heads can therefore be served with
@@ -168,6 +169,7 @@ def register() -> None:
         cpu_sampling.install()
         dspark_drafts.install()
     if current_platform.is_cpu():
-        from swiftlite.engines.vllm import cpu_fp8
+        from swiftlite.engines.vllm import cluster_drafts, cpu_fp8
 
+        cluster_drafts.install()
         cpu_fp8.install()

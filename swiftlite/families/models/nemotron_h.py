@@ -265,6 +265,8 @@ NEMOTRON_H = Family(
     mtp=MtpLayout(_head_of, _prefix, _frame_rows, config=_config_of_heads),
     serving=Serving(
         vllm=Convention("NemotronHMTP", "one", block="mtp.layers.", quantizes=("mtp.layers.0.eh_proj",)),
+        sglang=Convention("NemotronHForCausalLMMTP", "one", block="mtp.layers.", quantizes=("mtp.layers.0.eh_proj",)),
+        llamacpp="nemotron_h_moe",
     ),
     tiny={
         _KINDS: [_MAMBA, _ATTENTION, _MOE, _MLP],

@@ -6,17 +6,19 @@ architectures. This differs from vLLM's inputs for some families (`sft --draft_f
 
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.families import FAMILIES, Family, dflash, eagle3
+from swiftlite.families import FAMILIES, Family, dflash, eagle3, gemma4_assistant
 from swiftlite.families.serving.convention import Convention
 
 ARCHITECTURES = {name: family.serving.llamacpp for name, family in FAMILIES.items() if family.serving.llamacpp}
 """HF model_type -> the architecture of llama.cpp that runs the trunk and the heads of the family
 (`gguf/architectures.py`)."""
-TRUNKS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
+TRUNKS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3", **dict.fromkeys(gemma4_assistant.TRUNKS, "gemma4")}
 """HF model_type -> the architecture of llama.cpp that runs the trunk of a drafter other than MTP heads: that of
-published files, whose graph keeps the inputs of decoder layers. That of Qwen2 does not keep them."""
+published files, whose graph keeps what the drafter reads. That of Qwen2 does not keep the inputs of decoder layers."""
+FAMILIES_RUN = {**TRUNKS, **ARCHITECTURES}
+"""HF model_type -> the architecture of llama.cpp that runs a model without a drafter, or with MTP heads."""
 
-KINDS = (MTP, eagle3.KIND, *dflash.KINDS)
+KINDS = (MTP, eagle3.KIND, *dflash.KINDS, gemma4_assistant.KIND)
 """Kinds of drafters with which llama.cpp drafts."""
 
 
@@ -26,8 +28,9 @@ def why_no_drafter(family: Family, hf_config: HfConfig) -> str:
     heads = Heads.from_config(hf_config)
     if heads.kind not in KINDS:
         return f"llama.cpp does not support the drafter {heads.kind!r}"
-    if family.name not in TRUNKS:
-        return f"llama.cpp does not draft for {family.name} with {heads.kind!r}, only for {', '.join(TRUNKS)}"
+    trunks = family.drafter(hf_config).llamacpp_trunks
+    if family.name not in trunks:
+        return f"llama.cpp does not draft for {family.name} with {heads.kind!r}, only for {', '.join(trunks)}"
     if heads.kind == eagle3.KIND and any(eagle3.is_set(hf_config, flag) for flag in eagle3.FLAGS):
         return "llama.cpp does not support EAGLE-3.1, only --drafter eagle3"
     if heads.kind == eagle3.KIND and len(heads.features) != 3:

@@ -15,6 +15,7 @@ from megatron.core.transformer.attention import SelfAttention as McoreSelfAttent
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.rope import fused_norm_and_rotate, rotation
 from swiftlite.model.layers.norm import DeferredRMSNorm
 
@@ -33,6 +34,7 @@ class SelfAttention(McoreSelfAttention):
             queries, keys and values.
         keys_are_values: whether values are keys before their norm, so that the projection has no values of its own.
         value_norm: whether each head's value is normalized.
+        has_joint_norms: whether the queries of all heads are normalized together, and the keys.
         input_size: size of the inputs of queries, keys and values; None: H.
         value_scale: factor of values.
         is_rotary: whether queries and keys have rotary embeddings.
@@ -52,6 +54,7 @@ class SelfAttention(McoreSelfAttention):
         query_size: int,
         keys_are_values: bool = False,
         value_norm: bool = False,
+        has_joint_norms: bool = False,
         input_size: int | None = None,
         value_scale: float = 1.0,
         is_rotary: bool = True,
@@ -70,6 +73,12 @@ class SelfAttention(McoreSelfAttention):
         super().__init__(config, submodules, *args, **kwargs)
         self.query_size, self.value_size, self.value_scale = query_size, value_size, value_scale
         self.keys_are_values, self.value_norm = keys_are_values, value_norm
+        if has_joint_norms:
+            # Not in the spec, because from 0.17 on megatron-core refuses norms there without `qk_layernorm`, with which
+            # it would sum their gradients over tensor-parallel ranks.
+            eps = self.config.layernorm_epsilon
+            self.q_layernorm = JointRMSNorm(self.config, query_size, heads, eps)
+            self.k_layernorm = JointRMSNorm(self.config, query_size, groups, eps)
         self.linear_gate = None
         if head_gate is not None:
             self.linear_gate = self._gate_projection(head_gate)
@@ -155,9 +164,11 @@ class SelfAttention(McoreSelfAttention):
         values = [] if self.keys_are_values else [self.value_size]
         query, key, *own = by_group.split([queries, self.query_size, *values], dim=-1)
         query, value = query.flatten(2).unflatten(-1, (-1, self.query_size)), own[0] if own else key
-        q_norm: Any = self.q_layernorm
-        k_norm: Any = self.k_layernorm
-        return q_norm(query), k_norm(key), value
+        normed = [
+            heads if norm is None else norm(heads)  # None from 0.17 on, if there is no norm
+            for norm, heads in ((self.q_layernorm, query), (self.k_layernorm, key))
+        ]
+        return *normed, value
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Multiply the attention output x [S, B, N * D] by the sigmoid of the gate, in the model's precision, as in

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -10,9 +11,24 @@ from swiftlite.model.layers.swiglu import unfused
 
 
 class LimitedMLP(MLP):
-    """The MLP of a layer with `Mlp.limit`."""
+    """The MLP of a layer with `Mlp.limit`.
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+    Args:
+        pg_collection: the groups of the model's mesh. From 0.17 on, megatron-core's layers pass them to each MLP that
+            is a subclass, but only the group `tp` to an MLP (transformer_layer.py:435 of 0.19.2).
+        is_mtp_layer: passed to subclasses as well; not used.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        **kwargs: Any,
+    ):
+        if pg_collection is not None:
+            kwargs["tp_group"] = pg_collection.tp
         super().__init__(unfused(config), *args, **kwargs)
 
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
 from swiftlite.model.loss.chunked_loss import capped
+from swiftlite.model.loss.clusters import TokenClusters
+from swiftlite.model.loss.losses import MAX_POSITIONS, Group, vocab_parallel_argmax
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class OutputMatrix:
         tokens_V: the token of each row; None if the rows are this rank's part of the whole vocabulary.
         cap: as for `capped`.
         frozen_VH: columns of the matrix before those of `weight_VH`, which get no gradient; None without any.
+        clusters: clusters of tokens, of which each state selects some; None: all tokens can be drafted.
     """
 
     product: Callable[[torch.Tensor], torch.Tensor]
@@ -28,10 +31,27 @@ class OutputMatrix:
     tokens_V: torch.Tensor | None
     cap: float | None
     frozen_VH: torch.Tensor | None = None
+    clusters: TokenClusters | None = None
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V] of states [N, H]."""
+        """Return logits [N, V] of states [N, H], also of tokens outside of the selected clusters."""
         return capped(self.product(hidden_NH), self.cap)
+
+    @torch.no_grad()
+    def most_likely(self, hidden_NH: torch.Tensor, group: Group) -> torch.Tensor:
+        """Return the most likely tokens [N] after states [N, H]. Logits are computed for MAX_POSITIONS at a time.
+
+        Args:
+            group: the ranks that share the vocabulary.
+        """
+        token_N = torch.empty(len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
+        for start in range(0, len(hidden_NH), MAX_POSITIONS):
+            some = slice(start, start + MAX_POSITIONS)
+            logits_NV = self.logits(hidden_NH[some])
+            if self.clusters is not None:
+                logits_NV = self.clusters.masked(logits_NV, hidden_NH[some], group)
+            token_N[some] = vocab_parallel_argmax(logits_NV, group, self.tokens_V)
+        return token_N
 
     def detached(self, group: Any) -> "OutputMatrix":
         """Return the same layer with a matrix that gets no gradient.

@@ -8,7 +8,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.docs import unsupported
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.base.heads import DRAFTER_KEY, MTP, Heads
-from swiftlite.families import FAMILIES, dflash
+from swiftlite.families import FAMILIES, dflash, gemma4_assistant
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.drafters import BLOCKS, DRAFTERS, are_features
 from swiftlite.families.index import known_architecture
@@ -134,6 +134,12 @@ def options_apply_to_the_drafter(args: SftArgs, facts: Facts) -> Iterator[Proble
         yield f"--mtp_init {args.mtp_init} initializes MTP heads, not {name}", hint
     if args.draft_for:
         yield f"--draft_for {args.draft_for} sets the inputs of MTP heads, not of {name}", "remove it"
+    has_clusters = facts.heads.kind == gemma4_assistant.KIND and gemma4_assistant.clusters_of(facts.hf_config)
+    if args.mtp_init == "random" and has_clusters:
+        yield (
+            f"--mtp_init random: {name} has clusters of tokens (use_ordered_embeddings), which cannot be random",
+            "remove it, or use --mtp_init graft --mtp_graft_from with the published assistant",
+        )
 
 
 def features_are_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:

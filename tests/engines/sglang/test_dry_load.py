@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.encoding.quantization import Quantization
+from swiftlite.bridge.hf_config import DRAFT_FOLDER
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.engine import sampling_params
 from swiftlite.export.run import convert
 from swiftlite.families.dflash import SGLANG_TRUNKS
+from swiftlite.families.gemma4_layers import key_layers
 from swiftlite.families.serving.built import builds_quantized, modules_of
 from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
 from swiftlite.families.serving.quantized import head_modules, unlisted_engines, with_heads_kept
@@ -39,6 +42,7 @@ from tests.engines.broken import (
 )
 from tests.engines.dflash_reference import add_drafter
 from tests.engines.dry_loads import dry_loads
+from tests.engines.gemma4_assistant_reference import config_for, declare, make_assistant, settings_of
 from tests.engines.joint import filtered
 from tests.engines.quantized_lists import list_plain, list_trunk
 from tests.engines.reference import convention
@@ -54,15 +58,23 @@ pytestmark = [
 ]
 # SGLang keeps states of linear attention and indexers on GPUs alone ("extra_buffer requires platform support"), and
 # neither SGLang nor the plugin has a draft for heads of the others.
-LOADABLE = [family for family in CLASSES if family not in (*DSA, *HYBRID, *CANNOT_DRAFT["sglang"])]
+LOADABLE = [family for family in CLASSES if family not in (*DSA, *HYBRID, "nemotron_h", *CANNOT_DRAFT["sglang"])]
+# SGLang does not read `n_groups` of Nemotron-H, which is 8 in all published models.
 COMMON_WINDOW = ("mistral", "phi3")
 """Families whose layers all have the same window, which SGLang ignores."""
 WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)]
 # How SGLang loads a trunk without heads does not depend on the heads of the family.
 WITHOUT_HEADS = ("mimo", "qwen3")
 
+ASSISTED = {
+    "gemma-4-26B-A4B-it": "Gemma4AssistantForCausalLM",
+    "gemma-4-12B-it": "Gemma4UnifiedAssistantForCausalLM",
+}
+"""Published trunks with experts and towers, or with projections of images and sound -> SGLang's class of assistants."""
 PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3", "EXAONE-4.0-1.2B", "EXAONE-4.0-32B")
-"""Shapes of published models: a padded vocabulary, FP8 with both types of scales, and windows in no or some layers."""
+PUBLISHED += (*ASSISTED, "gemma-4-E2B-it", "NVIDIA-Nemotron-3-Super-120B-A12B", "Nemotron-H-56B-Base-8K")
+"""Shapes of published models: a padded vocabulary, FP8 with both types of scales, windows in no or some layers, layers
+that share keys, Mamba-2 with and without experts."""
 IN_SGLANG = "tests.engines.sglang.in_sglang"
 LOGITS = torch.tensor([1.2, -1.0, 2.0, 0.4, 1.5, 0.0, 1.0])
 FILTERS: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 5, "min_p": 0.3}]
@@ -81,7 +93,7 @@ SIZES |= {
     "glm4_moe": EXPERTS,
     "hy_v3": EXPERTS | {"expert_hidden_dim": 128},
 }
-# SGLang builds linear attention on GPUs only.
+# SGLang builds linear attention on GPUs only. Widths of layers with Mamba-2 do not consist of whole blocks.
 WITHOUT_SCALES = ("llama", "mistral")
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """`packed_modules_mapping` of SGLang's classes."""
@@ -93,7 +105,7 @@ METHODS: dict[str, dict[str, Any]] = {
 """A quantization_config of each method that lists nothing."""
 # Stacks of gpt-oss are only stored in MXFP4, and `quantize_hf` does not quantize those of Step-3.5. SGLang builds
 # indexers on GPUs only.
-STACKED = ("gpt_oss", "step3p5")
+STACKED = ("gpt_oss", "step3p5", "nemotron_h")
 BLOCKS = [(trunk, 0) for trunk in SGLANG_TRUNKS] + [("llama", 8), ("qwen3", 8)]
 """Trunks of block drafters, and the rank of the Markov head; 0 for DFlash."""
 QUANTIZED = [
@@ -123,6 +135,17 @@ def models(request, mesh, tmp_path_factory) -> dict[Any, Path]:
         made[family, depth] = make(folder / f"{family}-{depth}", family, depth)
     for model in PUBLISHED:
         made[model] = library.build(folder / model, model)
+    for model in ASSISTED:
+        made[model, "assistant"] = with_assistant(library.build(folder / f"{model}-assisted", model))
+    made["incomplete assistant"] = with_assistant(library.build(folder / "incomplete", "gemma-4-12B-it"))
+    drafter = made["incomplete assistant"] / DRAFT_FOLDER / "model.safetensors"
+    tensors = load_file(drafter)
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, drafter, metadata={"format": "pt"})
+    dense = ["linear_attention", "mlp", "full_attention", "mlp"]
+    made["dense Nemotron-H"] = make_tiny_hf(
+        folder / "dense", "nemotron_h", 1, layers_block_type=dense, n_groups=8, mamba_num_heads=8
+    )
     for family, name in selected(request, "family", "name"):
         made[family, name] = write_broken(folder, family, name)
     # SGLang's InternLM3 is a Llama by another name, for which neither SGLang nor the plugin has a draft.
@@ -152,6 +175,14 @@ def models(request, mesh, tmp_path_factory) -> dict[Any, Path]:
         args = ExportArgs(model=str(plain), quant_method="nvfp4", quant_heads=heads)
         convert(replace(args, output_dir=str(made["nvfp4", heads])), mesh)
     return made
+
+
+def with_assistant(trunk: Path) -> Path:
+    """Add an assistant in a folder to a published trunk of Gemma 4; return the directory."""
+    make_assistant(trunk / DRAFT_FOLDER, trunk)
+    settings = settings_of(trunk)
+    sources = dict(zip(settings["layer_types"], key_layers(settings), strict=True))
+    return declare(trunk, config_for(settings).to_dict(), sorted(sources.values()))
 
 
 def listed_modules(folder: Path) -> list[tuple[dict[str, Any], str, bool]]:
@@ -225,6 +256,22 @@ def test_a_window_that_sglang_ignores_is_refused(reports, family):
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_a_published_model_is_whole(reports, model):
     assert reports[model].problems == []
+
+
+@pytest.mark.parametrize("model", ASSISTED)
+def test_an_assistant_is_whole(reports, model):
+    report = reports[model, "assistant"]
+    assert (report.problems, report.draft, report.num_drafting) == ([], ASSISTED[model], 1)
+
+
+def test_a_missing_tensor_of_an_assistant_is_named(reports):
+    (problem,) = reports["incomplete assistant"].problems
+    assert mentions(problem, "mtp.assistant.model.layers.0.self_attn.q_proj.weight")
+
+
+def test_heads_without_experts_are_whole(reports):
+    report = reports["dense Nemotron-H"]
+    assert (report.problems, report.draft) == ([], "NemotronHForCausalLMMTP")
 
 
 @pytest.mark.parametrize("family", some_of(BROKEN_FAMILIES, *BROKEN_DAILY))

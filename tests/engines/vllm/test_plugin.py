@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.engines.vllm.plugin import PLUGIN_DRAFTS
-
 VLLM = importlib.util.find_spec("vllm")
 
 
 @pytest.mark.skipif(VLLM is None, reason="vLLM is not installed")
 def test_the_plugin_replaces_no_draft_class_of_vllm():
     """The registry is read as text, because importing it takes longer than this test."""
+    from swiftlite.engines.vllm.plugin import PLUGIN_DRAFTS
+
     assert VLLM is not None
     assert VLLM.submodule_search_locations
     package = Path(VLLM.submodule_search_locations[0])
