@@ -136,7 +136,7 @@ class AssistantReference(Reference):
     def step(
         self, embedding_BSH: torch.Tensor, state_BSH: torch.Tensor, shared: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-"""Return the state that the next step reads, [B, S, H], and that of the output layer, [B, S, A], at all
+        """Return the state that the next step reads, [B, S, H], and that of the output layer, [B, S, A], at all
         positions at once."""
         return self.step_at(embedding_BSH, state_BSH, shared, 0)
 
