@@ -20,6 +20,7 @@ from swiftlite.export.provenance import Provenance
 from swiftlite.families import dflash
 from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.resolved import HfModel
+from swiftlite.gguf.drafters import DRAFT_ARCHITECTURES
 from swiftlite.gguf.write import draft_file_of
 from swiftlite.hub.name import HubName
 
@@ -235,12 +236,12 @@ def _serving_gguf(repository: str, file: str, heads: Heads) -> list[str]:
     if not heads.layers:
         return [*lines, f"    llama-server -m {file}"]
     if heads.kind != MTP:
-        draft = draft_file_of(Path(file)).name
+        draft, method = draft_file_of(Path(file)).name, DRAFT_ARCHITECTURES[heads.kind].method
         return [
             lines[0],
             "",
             f"    hf download {repository} {file} {draft} --local-dir .",
-            f"    llama-server -m {file} --model-draft {draft} --spec-type draft-{heads.kind} "
+            f"    llama-server -m {file} --model-draft {draft} --spec-type draft-{method} "
             f"--spec-draft-n-max {heads.drafts}",
         ]
     return [
