@@ -12,6 +12,7 @@ from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.args.config import write_config
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
+from swiftlite.export import card
 from swiftlite.export.card import model_card
 from swiftlite.export.provenance import Provenance, provenance_of
 from swiftlite.export.run import convert
@@ -122,6 +123,12 @@ def test_a_gguf_file_has_the_acceptance_of_the_run_and_its_command(run, tmp_path
     assert has_line(text, "llama-server out-bf16.gguf --spec-type draft-mtp")
     assert has_line(text, "library_name gguf")
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "out-bf16.gguf"]
+
+
+@pytest.mark.parametrize(("kind", "method"), [("eagle3", "eagle3"), ("dspark", "dspark"), ("gemma4_assistant", "mtp")])
+def test_a_drafter_has_its_own_file_and_the_name_of_its_method_in_llamacpp(kind, method):
+    text = "\n".join(card._serving_gguf("me/new", "out-bf16.gguf", Heads(1, kind=kind, unroll=3)))
+    assert has_line(text, f"llama-server --model-draft --spec-type draft-{method} --spec-draft-n-max 3")
 
 
 INT4: dict[str, Any] = {"quant_method": "rtn", "quant_bits": 4, "group_size": 32}
