@@ -85,7 +85,8 @@ class EngineInfo:
         image_packages: packages that the engine requires for images, in addition to `package`.
         image_install: command to install `image_packages`.
         memory_option: keyword argument of the engine for its share of a GPU's memory; "" if it takes what it needs.
-        supports_draft_vocab: whether the engine uses the draft vocabulary of heads, which makes drafts cheaper.
+        without_draft_vocab: kinds of drafters of which the engine does not use the draft vocabulary, with which drafts
+            are cheaper.
         emulates_bfloat16: whether the engine is slower in bfloat16 than in float32 on a processor without instructions
             for bfloat16.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
@@ -151,7 +152,7 @@ class EngineInfo:
     image_packages: tuple[str, ...] = ()
     image_install: str = ""
     memory_option: str = ""
-    supports_draft_vocab: bool = True
+    without_draft_vocab: tuple[str, ...] = ()
     emulates_bfloat16: bool = False
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None

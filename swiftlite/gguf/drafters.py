@@ -40,6 +40,7 @@ class DraftArchitecture:
         metadata: returns the keys of this architecture, and keys with a dot at the start, which are not below its name.
         constants: returns tensors of which no Hugging Face tensor is the source.
         why_not: returns why llama.cpp does not run the drafter of a model; empty if it does.
+        unused: start of the Megatron names of tensors that llama.cpp does not use, so that files do not have them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class DraftArchitecture:
     metadata: Callable[[Family, HfConfig], Metadata]
     constants: Callable[[Family, HfConfig], list[Conversion]] = lambda family, hf_config: []
     why_not: Callable[[Family, HfConfig], str] = lambda family, hf_config: ""
+    unused: str | None = None
 
 
 def _dflash_metadata(family: Family, hf_config: HfConfig) -> Metadata:
@@ -139,6 +141,7 @@ DRAFT_ARCHITECTURES = {
         metadata=gemma4.assistant_metadata,
         constants=gemma4.constants,
         why_not=gemma4.why_no_assistant,
+        unused="clusters.",  # its graph computes the logits of all tokens
     ),
 }
 """Kind of drafter -> its architecture."""
@@ -167,6 +170,15 @@ def draft_metadata_of(family: Family, hf_config: HfConfig) -> Metadata:
     for key, value in architecture.metadata(family, hf_config).items():
         named[key[1:] if key.startswith(".") else f"{architecture.name}.{key}"] = value
     return named
+
+
+def unused_tensors_of(family: Family, hf_config: HfConfig) -> list[str]:
+    """Return the Hugging Face tensors of a drafter that llama.cpp does not use."""
+    unused = draft_architecture_of(family, hf_config).unused
+    if unused is None:
+        return []
+    rows = family.head_rows(hf_config, 0)
+    return [name for row in rows if row.mcore.startswith(_PREFIX + unused) for name in row.hf]
 
 
 def draft_conversions_of(family: Family, hf_config: HfConfig) -> list[Conversion]:

@@ -12,7 +12,7 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
 from swiftlite.families.family import Family
-from swiftlite.families.gemma4_assistant import clusters_of, layers_of, reads_last_layers, text_config
+from swiftlite.families.gemma4_assistant import layers_of, reads_last_layers, text_config
 from swiftlite.families.layer import Layer
 from swiftlite.families.layer_types import KINDS
 from swiftlite.families.mlp import Mlp
@@ -77,8 +77,6 @@ def constants(family: Family, hf_config: HfConfig) -> list[Conversion]:
 
 def why_no_assistant(family: Family, hf_config: HfConfig) -> str:
     """Return why llama.cpp does not draft with the assistant of a model; empty if it does."""
-    if clusters_of(hf_config):
-        return "GGUF files of assistants with clusters of tokens (use_ordered_embeddings) are not supported"
     if text_config(hf_config)["hidden_size"] == hf_config["hidden_size"]:
         return f"llama.cpp requires an assistant whose hidden_size is not that of its trunk, {hf_config['hidden_size']}"
     if not reads_last_layers(hf_config):

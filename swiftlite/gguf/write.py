@@ -12,12 +12,13 @@ import torch
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import KEYS, MTP
+from swiftlite.base.log import logger
 from swiftlite.bridge.encoding.expert_stack import stack_name, transposed_stacks
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.architectures import architecture_of, conversions_of, metadata_of
-from swiftlite.gguf.drafters import draft_conversions_of, draft_metadata_of
+from swiftlite.gguf.drafters import draft_conversions_of, draft_metadata_of, unused_tensors_of
 from swiftlite.gguf.general import add_description
 from swiftlite.gguf.metadata import CONFIG, COPIES, DTYPES, EXACT, FILES, STACKS
 from swiftlite.gguf.tensors import Conversion, is_always_float32
@@ -57,7 +58,10 @@ def write_draft_gguf(model: HfModel, file: Path, gguf_type: GgufType) -> None:
     """
     metadata, plan = draft_metadata_of(model.family, model.config), draft_conversions_of(model.family, model.config)
     with Checkpoint(model.directory, format_of(model.config)) as checkpoint:
-        _check_all_used(model, checkpoint, plan, of_drafter=True)
+        unused = unused_tensors_of(model.family, model.config)
+        if unused:
+            logger.info("%s has no %s: llama.cpp drafts from all tokens", file.name.lstrip("."), ", ".join(unused))
+        _check_all_used(model, checkpoint, plan, unused, of_drafter=True)
         _write(model, checkpoint, file, gguf_type, metadata, plan)
 
 
@@ -178,15 +182,22 @@ def _announce(writer: "GGUFWriter", name: str, shape: Sequence[int], kind: "GGML
 
 
 def _check_all_used(
-    model: HfModel, checkpoint: Checkpoint, plan: Sequence[Conversion], *, of_drafter: bool = False
+    model: HfModel,
+    checkpoint: Checkpoint,
+    plan: Sequence[Conversion],
+    unused: Sequence[str] = (),
+    *,
+    of_drafter: bool = False,
 ) -> None:
-    """Check that every tensor of the checkpoint, or of its drafter in another file, has a place in the file."""
+    """Check that every tensor of the checkpoint, or of its drafter in another file, has a place in the file, except for
+    those in `unused`."""
     used = {name for conversion in plan for name in conversion.hf}
     copies = {name for row in model.family.rows(model.config) for name in row.hf_copies}
     left = [
         name
         for name in checkpoint.entries
         if name not in used
+        and name not in unused
         and (not has_draft_file(model) or model.family.is_mtp(model.config, name) == of_drafter)
         and name not in copies
         and not model.family.is_carried(model.config, name)

@@ -15,7 +15,7 @@ from swiftlite.families.serving.llamacpp import ARCHITECTURES
 from swiftlite.gguf.metadata import EXACT
 from swiftlite.gguf.read import GgufFile
 from swiftlite.gguf.write import write_draft_gguf, write_gguf
-from tests.engines.gemma4_assistant_reference import CLUSTERS, config_for, declare, make_trunk
+from tests.engines.gemma4_assistant_reference import config_for, declare
 from tests.messages import naming
 from tests.tiers import some_of
 from tests.tiny import ALIKE, GEMMA4_E, LLAMACPP_SIZES, make_tiny_hf
@@ -160,13 +160,6 @@ def test_layers_of_gemma_4_that_llamacpp_does_not_have_are_named(tmp_path, sizes
     source = make_tiny_hf(tmp_path / "source", "gemma4_text", with_tokenizer=True, **sizes)
     with pytest.raises(UserError, match=naming(named)):
         write(source, tmp_path / "model.gguf", "bf16")
-
-
-def test_clusters_of_tokens_of_an_assistant_are_named(tmp_path):
-    source = make_trunk(tmp_path / "source", with_tokenizer=True)
-    declare(source, config_for(json.loads((source / "config.json").read_text()), **CLUSTERS).to_dict())
-    with pytest.raises(UserError, match=naming("use_ordered_embeddings")):
-        write_draft_gguf(resolve(source), tmp_path / "draft.gguf", "bf16")
 
 
 @pytest.mark.parametrize(("changed", "named"), [({"hidden_size": 64}, "hidden_size 64"), ({}, "layer_types")])

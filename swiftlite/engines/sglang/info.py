@@ -65,6 +65,7 @@ SGLANG = EngineInfo(
     convention="swiftlite.families.serving.sglang:convention",
     measured="0.5.23",
     drafters=(MTP, eagle3.KIND, *dflash.KINDS, gemma4_assistant.KIND),
+    without_draft_vocab=dflash.KINDS,
     gpu_drafters=dflash.KINDS,  # arg_groups/speculative_hook.py of 0.5.23
     memory_option="mem_fraction_static",
     draws_rollouts=True,

@@ -83,7 +83,7 @@ def _block_problem(model: HfModel, num_tokens: int | None) -> str | None:
     if model.heads.draft_vocab:
         return f"SGLang does not read the draft vocabulary of the drafter {kind!r}; train it with --draft_vocab 0"
     if num_tokens is not None and num_tokens > most:
-        return f"the drafter {kind!r} drafts at most {most} tokens per step, not {num_tokens}"
+        return f"the drafter {kind!r} drafts at most {most} tokens per step, not {num_tokens}; use {most} or less"
     if SGLANG.requires_gpu(kind):
         return f"SGLang does not draft with the drafter {kind!r} without a GPU"
     return None

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftlite.args.commands import SpeedupArgs
-from swiftlite.base.heads import MTP
+from swiftlite.base.heads import MTP, kind_of
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp.info import LLAMACPP
-from swiftlite.families.drafters import BLOCKS
+from swiftlite.families.drafters import BLOCKS, DrafterOptions, with_drafter
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.model import is_gguf
 from swiftlite.improve.resumable import MODEL
@@ -121,13 +121,19 @@ class Commands:
         words += f"--acceptance_samples {NUM_HELD_OUT} --acceptance_max_new_tokens 32".split()
         words += "--save_steps 100 --save_total_limit 1".split()
         words += self._drafter(drafter)
-        engine = ENGINES[self.args.infer_backend]
         if base:
             words += ["--lr", LR_OF_TRAINED_HEADS if base == MODEL else LR_OF_ROUNDS]
-        elif self.model.config["vocab_size"] > DRAFT_VOCAB and engine.supports_draft_vocab:
+        elif self.model.config["vocab_size"] > DRAFT_VOCAB and self._uses_draft_vocab(drafter):
             words += ["--draft_vocab", str(DRAFT_VOCAB)]
         words += ["--resume", "true", "--output_dir", str(output)]
         return CommandStep(f"{name}/training", tuple(words), output / "run_report.json")
+
+    def _uses_draft_vocab(self, drafter: str) -> bool:
+        """Return whether the engine uses the draft vocabulary of a drafter."""
+        kind = MTP
+        if drafter != MTP:
+            kind = kind_of(with_drafter(self.model.config, DrafterOptions(drafter)))
+        return kind not in ENGINES[self.args.infer_backend].without_draft_vocab
 
     @property
     def drafter(self) -> str:

@@ -160,10 +160,19 @@ def test_llamacpp_is_measured_where_it_can_serve_the_model(make_commands, monkey
     assert commands.other_engine(30) == []
 
 
-@pytest.mark.parametrize(("engine", "draft_vocab"), [("vllm", 8192), ("llamacpp", None)])
-def test_a_draft_vocabulary_is_only_for_engines_that_support_it(make_commands, engine, draft_vocab):
-    args = options_of(make_commands(vocab_size=9000, infer_backend=engine).training([128], ""))
-    assert args.draft_vocab == draft_vocab
+@pytest.mark.parametrize(
+    ("engine", "drafter", "draft_vocab"),
+    [
+        ("vllm", "mtp", 8192),
+        ("llamacpp", "mtp", None),
+        ("vllm", "dspark", 8192),
+        ("sglang", "eagle3.1", 8192),
+        ("sglang", "dspark", None),
+    ],
+)
+def test_a_draft_vocabulary_is_only_for_engines_that_support_it(make_commands, engine, drafter, draft_vocab):
+    commands = make_commands(vocab_size=9000, infer_backend=engine, drafter=drafter)
+    assert options_of(commands.training([128], "")).draft_vocab == draft_vocab
 
 
 @pytest.mark.parametrize(("engine", "draft_for"), [("vllm", None), ("llamacpp", "llamacpp")])
