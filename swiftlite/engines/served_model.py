@@ -81,11 +81,11 @@ def require_heads(model: HfModel, kinds: Collection[str] = (MTP,)) -> None:
 
 def fed_otherwise(model: HfModel, info: EngineInfo) -> str:
     """Return a description of the inputs of heads that differ between the engine and training; empty if none differ."""
-    if model.heads.kind != MTP:  # whose settings the engine reads
+    if not model.heads.layers or model.heads.kind != MTP:  # the engine reads the settings of other drafters
         return ""
     trained = model.family.drafting_of(model.config, model.heads)
     difference = trained.difference(info.convention_for(model.family).drafting)
-    if not difference or not model.heads.layers:
+    if not difference:
         return ""
     training = "sft without --draft_for"
     if model.heads.drafting:

@@ -147,6 +147,19 @@ DRAFT_ARCHITECTURES = {
 """Kind of drafter -> its architecture."""
 
 
+def check_has_trunk(architecture: str) -> None:
+    """Check that a file is not that of a drafter.
+
+    Raises:
+        UserError: it is.
+    """
+    if architecture in {known.name for known in DRAFT_ARCHITECTURES.values()}:
+        raise UserError(
+            f"this GGUF file has only a drafter ({architecture})",
+            "use the file of its model, such as X.gguf for X-draft.gguf",
+        )
+
+
 def draft_architecture_of(family: Family, hf_config: HfConfig) -> DraftArchitecture:
     """Return the architecture of llama.cpp that runs the drafter of a model.
 

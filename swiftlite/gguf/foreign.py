@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swiftlite.base.errors import UserError
-from swiftlite.gguf.drafters import DRAFT_ARCHITECTURES
+from swiftlite.gguf.drafters import check_has_trunk
 from swiftlite.gguf.tokenizer import DIGITS, GPT2, PRE_TOKENIZERS
 
 Config = dict[str, Any]
@@ -75,11 +75,7 @@ def config_of(metadata: Metadata) -> Config:
     """
     read = _READERS.get(metadata.architecture)
     if read is None:
-        if metadata.architecture in {architecture.name for architecture in DRAFT_ARCHITECTURES.values()}:
-            raise UserError(
-                f"this GGUF file has only a drafter ({metadata.architecture})",
-                "use the file of its model, such as X.gguf for X-draft.gguf",
-            )
+        check_has_trunk(metadata.architecture)
         supported = ", ".join(_READERS)
         raise UserError(
             f"GGUF files of the architecture {metadata.architecture!r} are not read with MTP heads",

@@ -47,7 +47,7 @@ def problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
     if not any(isinstance(layer.attention, Mamba2) for layer in layers):
         yield "no layer with Mamba-2"
     if heads and MixtureOfExperts not in kinds:
-        yield "an MTP head of a model without experts"
+        yield "an MTP head of a model without experts; export the run with --mtp strip"
 
 
 def _groups(layer: Layer) -> int:

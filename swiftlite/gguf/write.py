@@ -244,8 +244,9 @@ def _config_text(model: HfModel) -> str:
     kept = dict(content)
     kept.pop("quantization_config", None)
     if model.heads.kind != MTP:
-        for key in KEYS:
-            kept.pop(key, None)
+        kept = {name: value for name, value in kept.items() if name not in KEYS}
+        if isinstance(text_config := kept.get("text_config"), dict):  # of a model with a tower
+            kept["text_config"] = {name: value for name, value in text_config.items() if name not in KEYS}
     if kept == content:
         return text
     return json.dumps(kept, indent=2) + "\n"

@@ -12,7 +12,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from swiftlite.engines.llamacpp.dry_load import dry_load
+from swiftlite.base.errors import UserError
+from swiftlite.engines.llamacpp.dry_load import dry_load, report_of
 from swiftlite.families.eagle3 import LLAMACPP_TRUNKS
 from swiftlite.families.serving.llamacpp import TRUNKS
 from swiftlite.runtime.mesh import Mesh
@@ -25,6 +26,7 @@ from tests.engines.gemma4_assistant_reference import CLUSTERS, AssistantReferenc
 from tests.engines.llamacpp_reference import Request, Slot, half_gelu
 from tests.engines.reference import Reference, write_trained
 from tests.llamacpp_here import needs_llamacpp
+from tests.messages import naming
 from tests.tiers import some_of
 from tests.tiny import GEMMA4_E
 
@@ -144,3 +146,6 @@ def test_requests_with_an_assistant_equal_the_reference(family, sizes, num_token
     assert [expected_of(others, *pair, num_tokens) for pair in zip(prompts, rows, strict=True)] != expected
     report = dry_load(check_requests(directory, prompts, num_tokens, expected))
     assert (report.problems, report.target, report.draft) == ([], "gemma4", "mtp")
+    (draft,) = (tmp_path / "home").rglob("*-draft.gguf")
+    with pytest.raises(UserError, match=naming("gemma4-assistant X.gguf")):
+        report_of(draft)

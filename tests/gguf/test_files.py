@@ -15,7 +15,14 @@ from swiftlite.families.serving.llamacpp import ARCHITECTURES
 from swiftlite.gguf.metadata import EXACT
 from swiftlite.gguf.read import GgufFile
 from swiftlite.gguf.write import write_draft_gguf, write_gguf
-from tests.engines.gemma4_assistant_reference import config_for, declare
+from tests.engines.gemma4_assistant_reference import (
+    PREFIX,
+    config_for,
+    declare,
+    make_trunk,
+    random_assistant,
+    settings_of,
+)
 from tests.messages import naming
 from tests.tiers import some_of
 from tests.tiny import ALIKE, GEMMA4_E, LLAMACPP_SIZES, make_tiny_hf
@@ -160,6 +167,29 @@ def test_layers_of_gemma_4_that_llamacpp_does_not_have_are_named(tmp_path, sizes
     source = make_tiny_hf(tmp_path / "source", "gemma4_text", with_tokenizer=True, **sizes)
     with pytest.raises(UserError, match=naming(named)):
         write(source, tmp_path / "model.gguf", "bf16")
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4"])
+def test_the_file_of_a_trunk_does_not_declare_a_drafter_in_another_file(tmp_path, family):
+    source = make_trunk(tmp_path / "source", family, with_tokenizer=True)
+    before = json.loads((source / "config.json").read_text())
+    before.get("text_config", before).pop("num_nextn_predict_layers", None)
+    add_assistant_to(source)
+    assert resolve(source).heads.kind == "gemma4_assistant"
+    back(write(source, tmp_path / "model.gguf", "f32"), tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
+
+
+def add_assistant_to(source: Path) -> None:
+    """Add an assistant, which an export declares in `text_config`, if there is one."""
+    config = json.loads((source / "config.json").read_text())
+    tensors, sizes = load_file(source / "model.safetensors"), settings_of(source)
+    own = {PREFIX + name: tensor for name, tensor in random_assistant(sizes).state_dict().items()}
+    own.pop(PREFIX + "lm_head.weight")
+    save_file(tensors | own, source / "model.safetensors", {"format": "pt"})
+    drafter = {"kind": "gemma4_assistant", "layers": 1, "feature_layers": [2, 3], "config": config_for(sizes).to_dict()}
+    config.get("text_config", config)["drafter"] = drafter
+    (source / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(("changed", "named"), [({"hidden_size": 64}, "hidden_size 64"), ({}, "layer_types")])

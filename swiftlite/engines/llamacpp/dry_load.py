@@ -15,7 +15,7 @@ from swiftlite.engines.loading.load_report import LoadReport, other_version
 from swiftlite.engines.served_model import fed_otherwise
 from swiftlite.families import dflash
 from swiftlite.families.resolved import HfModel
-from swiftlite.gguf.drafters import DRAFT_ARCHITECTURES, FROM_ANCHOR
+from swiftlite.gguf.drafters import DRAFT_ARCHITECTURES, FROM_ANCHOR, check_has_trunk
 from swiftlite.gguf.examine import Examined, examine
 from swiftlite.gguf.read import keys_of
 from swiftlite.gguf.write import draft_file_of
@@ -59,11 +59,12 @@ def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
         model: the model from which the file was written, if it is known.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file is damaged, or has only a drafter.
     """
     if draft_file_of(file).is_file():
         return _of_two_files(file, draft_file_of(file))
     found = examine(file)
+    check_has_trunk(found.architecture)
     problems, notes = list(found.problems), list(found.notes)
     words = program()
     verdict = "metadata and tensors agree; llama.cpp loads the file and its heads"
