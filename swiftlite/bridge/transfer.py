@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
@@ -363,7 +363,8 @@ def bind_all(
 def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
     """Check that --mtp_num_layers, config.json and the files have the same number of heads."""
     hf_dir = checkpoint.hf_dir
-    promised = Heads.from_config(hf_config).layers
+    declared = Heads.from_config(hf_config)
+    promised = declared.layers
     on_disk = mtp_keys(checkpoint.entries, family, hf_config)
     hint = "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random"
     if not on_disk:
@@ -379,4 +380,6 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
     missing = missing_mtp_keys(checkpoint.entries, family, hf_config, depth)
     if missing:
         problem = f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:"
+        if declared.kind != MTP:
+            problem, hint = f"{hf_dir} lacks {len(missing)} tensors of its drafter:", "copy or download it again"
         raise UserError("\n  ".join([problem, *some(missing)]), hint)

@@ -3,12 +3,14 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.transfer import MtpInit, WeightsReport, load_hf
 from swiftlite.families.resolved import HfModel
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.loss.clusters import TokenClusters
 from swiftlite.runtime.mesh import Mesh
 
 
@@ -70,4 +72,7 @@ def open_model(
         graft_from=graft_from and graft_from.directory,
         seed=seed,
     )
+    for module in nn.ModuleList(chunks).modules():
+        if isinstance(module, TokenClusters):
+            module.check((graft_from or hf_model).directory)
     return chunks, report

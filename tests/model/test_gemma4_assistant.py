@@ -211,6 +211,16 @@ def test_ids_of_tokens_are_integers(with_clusters, mesh, tmp_path):
         load((with_clusters[0], other, "gemma4_text"), mesh)
 
 
+@pytest.mark.parametrize("wrong", [0, -1, 100_000])
+def test_clusters_that_do_not_have_each_token_once_are_refused(with_clusters, mesh, tmp_path, wrong):
+    other = shutil.copytree(with_clusters[1], tmp_path / "other")
+    tensors, name = load_file(other / "model.safetensors"), "masked_embedding.token_ordering"
+    tensors[name][tensors[name].argmax()] = wrong
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=naming(f"other {name}")):
+        load((with_clusters[0], other, "gemma4_text"), mesh)
+
+
 def test_a_packed_row_is_its_sequences(made, mesh):
     check_packed_row(load(made, mesh))
 

@@ -9,12 +9,14 @@ Shapes: N positions, V vocabulary on this rank, T all tokens, A size of a state,
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from swiftlite.base.errors import UserError
 from swiftlite.model.loss.losses import Group, Selected, TokenLoss
 
 
@@ -37,6 +39,21 @@ class TokenClusters(nn.Module):
         # The tokens of the first cluster, then those of the second, and so on.
         self.token_ordering: torch.Tensor
         self.register_buffer("token_ordering", torch.zeros(vocab, dtype=torch.int64))
+
+    def check(self, directory: Path) -> None:
+        """Check that the clusters have each token once.
+
+        Args:
+            directory: where the tokens were read from, for errors.
+
+        Raises:
+            UserError: they do not.
+        """
+        if not torch.equal(self.token_ordering.sort().values.cpu(), torch.arange(self.num_tokens)):
+            problem = (
+                f"{directory}: masked_embedding.token_ordering does not have each of {self.num_tokens} tokens once"
+            )
+            raise UserError(problem, "copy or download the assistant again")
 
     def cluster_of(self, num_rows: int) -> torch.Tensor:
         """Return the cluster of each row of the output matrix, int64 [num_rows]; C for rows that are padding."""
