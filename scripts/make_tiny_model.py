@@ -1,6 +1,6 @@
 """Make a language model of a few million random parameters that two CPU cores can train in minutes.
 
-Every engine supports the model: head_dim is 64, with grouped-query attention. This script trains a byte-level BPE
+Every engine supports its sizes: head_dim is 64, with grouped-query attention. This script trains a byte-level BPE
 tokenizer. The chat template is ChatML, and marks the turns of the assistant.
 
     python scripts/make_tiny_model.py --output_dir tiny --family qwen3
