@@ -16,6 +16,7 @@ from swiftlite.engines.sglang.options import (
     draft_folder,
     draft_model_options,
     is_on_cpu,
+    trunk_problem,
 )
 
 os.environ.update(cpu_variables())  # read when SGLang is imported
@@ -59,6 +60,8 @@ def dry_load(config: EngineConfig) -> LoadReport:
     model = config.model
     drafts = model.heads.layers > 0 and config.num_speculative_tokens != 0
     loading = Loading(SGLANG, model, draft_folder(model) if drafts else None)
+    if problem := trunk_problem(model):
+        loading.problems.append(problem)
     if drafts and (problem := depth_problem(model, config.num_speculative_tokens)):
         loading.problems.append(problem)
     with loading.until_it_objects():

@@ -31,7 +31,13 @@ from swiftlite.engines.engine import (
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.sglang.info import SGLANG
-from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
+from swiftlite.engines.sglang.options import (
+    check_trunk,
+    cpu_options,
+    cpu_variables,
+    is_on_cpu,
+    speculative_options,
+)
 from swiftlite.families.drafters import BLOCKS
 
 
@@ -174,6 +180,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     Raises:
         UserError: the heads are incomplete, or SGLang would not draft with them.
     """
+    check_trunk(config.model)
     options: dict[str, Any] = {
         "model_path": str(config.model.directory),
         "dtype": config.torch_dtype,

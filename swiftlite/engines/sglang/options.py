@@ -26,7 +26,30 @@ from swiftlite.families import Family, eagle3, gemma4_assistant
 from swiftlite.families.dflash import DSPARK
 from swiftlite.families.drafters import BLOCKS
 from swiftlite.families.layer_types import KINDS
+from swiftlite.families.mamba import Mamba2
 from swiftlite.families.resolved import HfModel
+
+MAMBA_GROUPS = 8
+"""Number of groups of Mamba-2 that SGLang 0.5.23 uses: it reads `mamba_n_groups`, not `n_groups`."""
+
+
+def trunk_problem(model: HfModel) -> str | None:
+    """Return why SGLang would not compute the trunk as trained; None if it would."""
+    kinds = model.family.architecture(model.config).attentions
+    groups = {kind.groups for kind in kinds if isinstance(kind, Mamba2)}
+    if groups <= {MAMBA_GROUPS}:
+        return None
+    return f"SGLang takes {MAMBA_GROUPS} for n_groups, but config.json has {groups.pop()}"
+
+
+def check_trunk(model: HfModel) -> None:
+    """Check that SGLang computes the trunk as trained.
+
+    Raises:
+        UserError: it does not.
+    """
+    if problem := trunk_problem(model):
+        raise UserError(problem, "use --infer_backend transformers or llamacpp")
 
 
 def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
@@ -191,7 +214,7 @@ def known_report(model: HfModel) -> LoadReport:
         num_mtp_heads=model.heads.layers,
         num_drafting=num_drafting,
         verdict="no known problem",
-        problems=list(filter(None, [depth_problem(model)])),
+        problems=list(filter(None, [trunk_problem(model), depth_problem(model)])),
         notes=list(filter(None, [fed_otherwise(model, SGLANG)])),
     )
 

@@ -8,7 +8,13 @@ from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.sglang.info import SGLANG
-from swiftlite.engines.sglang.options import cpu_options, cpu_variables, schedule_options, speculative_options
+from swiftlite.engines.sglang.options import (
+    check_trunk,
+    cpu_options,
+    cpu_variables,
+    schedule_options,
+    speculative_options,
+)
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import served_name
 
@@ -17,8 +23,9 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     """Return the command of SGLang's server for a model.
 
     Raises:
-        UserError: SGLang would not draft with the checkpoint's heads.
+        UserError: SGLang would not compute the model as trained, or not draft with its heads.
     """
+    check_trunk(model)
     given: dict[str, Any] = {
         "model_path": str(model.directory.absolute()),
         "served_model_name": served_name(args.model, args.served_model_name),

@@ -16,9 +16,9 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.engine import draft_counts, engine_options
-from swiftlite.engines.sglang.options import cpu_variables
+from swiftlite.engines.sglang.options import cpu_variables, known_report
 from tests.engines.dflash_reference import add_drafter
-from tests.messages import naming
+from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 
 
@@ -94,6 +94,13 @@ def test_a_block_drafter_that_sglang_does_not_run(has_gpu, tmp_path, monkeypatch
     model = add_block_drafter(tmp_path / "whole", 0)
     with pytest.raises(UserError, match=naming("SGLang dflash GPU")):
         speculative(model, num_speculative_tokens=None)
+
+
+def test_groups_of_mamba_that_sglang_does_not_read(tmp_path):
+    model = resolve_served(make_tiny_hf(tmp_path, "nemotron_h", n_groups=2))
+    with pytest.raises(UserError, match=naming("SGLang n_groups 2")):
+        engine_options(EngineConfig(model, num_speculative_tokens=0))
+    assert mentions("\n".join(known_report(model).problems), "n_groups 2")
 
 
 def test_engine_kwargs_come_last_and_null_removes(tmp_path):
