@@ -118,6 +118,8 @@ class EngineInfo:
             above 0 on this machine; it returns None if verification is correct. If "", verification is always correct.
         families: name of the collection with the names of the families that the engine runs. If "", these are all
             families.
+        heads_problem: name of the function that maps a `Family` and the content of config.json to the reason why the
+            engine does not draft with an MTP head of the model; "" if it does. If "", it does for all models.
     """
 
     name: str
@@ -170,6 +172,7 @@ class EngineInfo:
     plugin: Plugin | None = None
     drawing_problem: str = ""
     families: str = ""
+    heads_problem: str = ""
 
     @property
     def is_installed(self) -> bool:
@@ -192,6 +195,10 @@ class EngineInfo:
     def runs(self, family: str) -> bool:
         """Return whether the engine runs the trunk of a family."""
         return not self.families or family in resolve_name(self.families)
+
+    def why_no_heads(self, family: Family, hf_config: HfConfig) -> str:
+        """Return why the engine would not draft with an MTP head of a model; empty if it would."""
+        return resolve_name(self.heads_problem)(family, hf_config) if self.heads_problem else ""
 
     def requires_gpu(self, drafter: str) -> bool:
         """Return whether the installed engine does not draft with a kind of drafter because there is no GPU."""

@@ -278,9 +278,11 @@ def _cluster_problems(hf_config: HfConfig) -> list[str]:
     if not clusters:
         return []
     vocab, number, selected = clusters.values()
-    if not isinstance(number, int) or number < 1 or vocab % number:
+    if type(vocab) is not int:  # which another check reports
+        return []
+    if type(number) is not int or number < 1 or vocab % number:
         return [f"num_centroids {number!r} does not divide the vocabulary of {vocab} tokens"]
-    if not isinstance(selected, int) or not 1 <= selected <= number:
+    if type(selected) is not int or not 1 <= selected <= number:
         return [f"centroid_intermediate_top_k {selected!r} is not between 1 and num_centroids {number}"]
     return []
 

@@ -288,6 +288,13 @@ def metadata_of(family: Family, hf_config: HfConfig, heads: int, kind: str = MTP
     return {"general.architecture": architecture.name, **named}
 
 
+def why_no_heads(family: Family, hf_config: HfConfig) -> str:
+    """Return why llama.cpp does not run a model with an MTP head; empty if it does, or does not run the family."""
+    if family.name not in FAMILIES_RUN:  # which another rule reports
+        return ""
+    return next(iter(_problems(family, hf_config, 1, architecture_of(family))), "")
+
+
 def conversions_of(family: Family, hf_config: HfConfig, heads: int, architecture: GgufArchitecture) -> list[Conversion]:
     """Return all tensors of a model as Hugging Face and as GGUF tensors.
 

@@ -59,7 +59,12 @@ def heads_can_be_trained(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
 
 def drafter_fits_the_engine(args: SpeedupArgs, facts: Facts) -> Iterator[Problem]:
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
-    if args.drafter in (MTP, "auto") or family is None or args.infer_backend not in ENGINES:
+    if family is None or facts.architecture is None or args.infer_backend not in ENGINES:
+        return
+    if args.drafter in (MTP, "auto"):
+        if reason := ENGINES[args.infer_backend].why_no_heads(family, facts.hf_config):
+            problem = f"--infer_backend {args.infer_backend} does not draft with MTP heads of this model: {reason}"
+            yield problem, "use --infer_backend vllm"
         return
     if reason := ENGINES[args.infer_backend].why_no_drafter(family, facts.hf_config, args.drafter):
         yield f"--drafter {args.drafter} is not possible for this model: {reason}", "use --drafter mtp"

@@ -12,6 +12,7 @@ from swiftlite.rules import speedup
 from swiftlite.rules.engine_options import engine_is_installed
 from tests.messages import mentions
 from tests.rules.good import change_config
+from tests.tiny import make_tiny_hf
 
 GOOD = SpeedupArgs(model="plain", output_dir="out")
 
@@ -79,6 +80,17 @@ def test_the_engine_runs_the_family(here):
     assert mentions(problem, "--infer_backend llamacpp exaone4")
     assert mentions(hint, "--infer_backend transformers vllm")
     assert problems_of(dataclasses.replace(GOOD, infer_backend="vllm")) == []
+
+
+@pytest.mark.parametrize(("family", "why"), [("gemma4_text", "gemma4"), ("nemotron_h", "experts")])
+def test_heads_that_the_engine_would_refuse_after_training(tmp_path, family, why):
+    sizes: Any = {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]} if family == "nemotron_h" else {}
+    model = make_tiny_hf(tmp_path / "model", family, depth=0, **sizes)
+    good = dataclasses.replace(GOOD, model=str(model), output_dir=str(tmp_path / "out"))
+    assert problems_of(good) == []
+    ((problem, hint),) = problems_of(dataclasses.replace(good, infer_backend="llamacpp"))
+    assert mentions(problem, f"--infer_backend llamacpp {why}")
+    assert mentions(hint, "--infer_backend vllm")
 
 
 @pytest.mark.parametrize(

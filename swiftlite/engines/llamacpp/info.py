@@ -33,4 +33,5 @@ LLAMACPP = EngineInfo(
     file_report="swiftlite.engines.llamacpp.dry_load:report_of",
     command_needs_no_install=True,
     families="swiftlite.families.serving.llamacpp:FAMILIES_RUN",
+    heads_problem="swiftlite.gguf.architectures:why_no_heads",
 )
