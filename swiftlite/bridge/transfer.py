@@ -292,7 +292,7 @@ def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
         lines = "\n  ".join(some(problems))
         raise UserError(
             f"{checkpoint.hf_dir} cannot be read:\n  {lines}",
-            "use the model with the dtypes of its publication, before a quantization",
+            "use the model before its quantization",
         )
 
 
