@@ -231,7 +231,7 @@ def _settle_environment(args: object) -> None:
         traces = Path(args.output_dir).absolute() / "flight_recorder_rank_"
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(traces))
         # Rows of varying lengths fragment the allocator's memory. Buffers of NCCL do not support these segments.
-        if "PYTORCH_ALLOC_CONF" not in os.environ and not args.nccl_ub:
+        if "PYTORCH_ALLOC_CONF" not in os.environ and not (args.megatron_config or {}).get("nccl_ub"):
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         # GPUs before Blackwell start the kernels of a single queue in order, so that a matrix product does not start
         # before the communication that overlaps with it.

@@ -399,11 +399,9 @@ def layout_lines(plan: Plan) -> list[tuple[str, str]]:
         "overlapped reduction of gradients": plan.distributed.overlap_grad_reduce,
         "overlapped gather of parameters": plan.distributed.overlap_param_gather,
         f"buckets of {plan.distributed.ddp_bucket_size} parameters": plan.distributed.ddp_bucket_size,
-        "padded buckets": plan.distributed.ddp_pad_buckets_for_high_nccl_busbw,
         f"{plan.distributed.num_distributed_optimizer_instances} copies of the sharded optimizer state": (
             plan.distributed.num_distributed_optimizer_instances > 1
         ),
-        "buffers registered with NCCL": plan.distributed.nccl_ub,
     }
     if any(distributed.values()):
         lines.append(("data parallel", ", ".join(name for name, is_used in distributed.items() if is_used)))
