@@ -34,11 +34,13 @@ MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 MAX_BYTES = 16_000_000
 """Maximum size of a request."""
-NOT_SUPPORTED = ("best_of", "frequency_penalty", "logit_bias", "presence_penalty", "response_format", "stream", "suffix")
-NOT_SUPPORTED += ("allowed_token_ids", "bad_words", "ignore_eos", "min_tokens", "prompt_logprobs", "stop_token_ids")
-NOT_SUPPORTED += ("structured_outputs",)
-"""Fields of OpenAI's and vLLM's requests that would change the answer. A request with one of them is refused, unless its
-value requests nothing."""
+NOT_SUPPORTED = (
+    *("best_of", "frequency_penalty", "logit_bias", "presence_penalty", "response_format", "stream", "suffix"),
+    *("allowed_token_ids", "bad_words", "ignore_eos", "min_tokens", "prompt_logprobs", "stop_token_ids"),
+    "structured_outputs",
+)
+"""Fields of OpenAI's and vLLM's requests that would change the answer. A request with one of them is refused, unless
+its value requests nothing."""
 
 
 class Service:
