@@ -52,20 +52,20 @@ def check_trunk(model: HfModel) -> None:
         raise UserError(problem, "use --infer_backend transformers or llamacpp")
 
 
-def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
+def depth_problem(model: HfModel, num_tokens: int | None = None) -> str | None:
     """Return why SGLang would not draft with the checkpoint's heads; None if it would.
 
     Args:
-        num_steps: number of draft tokens per step; None means one for each head that SGLang can run.
+        num_tokens: number of draft tokens per step; None means one for each head that SGLang can run.
     """
     if model.heads.kind != MTP:
-        return _drafter_problem(model, num_steps)
+        return _drafter_problem(model, num_tokens)
     if (model.directory / HEADS_FILE).is_file():
         return f"SGLang does not read heads in {DRAFT_FOLDER}/; train them with --draft_for sglang"
     known = SGLANG.convention_for(model.family)
     depth = model.heads.layers
-    if known.drafts_once and (num_steps or 1) > 1:
-        return f"SGLang's {known.draft} drafts one token per step, not {num_steps}; use 1 draft token"
+    if known.drafts_once and (num_tokens or 1) > 1:
+        return f"SGLang's {known.draft} drafts one token per step, not {num_tokens}; use 1 draft token"
     if depth > 1 and known.heads == "one":
         return f"SGLang's {known.draft} supports one MTP head, but the checkpoint has {depth}"
     if depth > 1 and known.heads == "last":
@@ -73,11 +73,12 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
             f"SGLang's {known.draft} overwrites all {depth} MTP heads with the last one, which was trained for token "
             f"{depth}, and drafts every token with it"
         )
-    if known.heads == "each" and (num_steps or model.heads.drafts) > depth:
-        steps = num_steps or model.heads.drafts
+    if known.heads == "each" and (num_tokens or model.heads.drafts) > depth:
+        steps = num_tokens or model.heads.drafts
         return f"SGLang's {known.draft} runs one of {depth} MTP heads at each of {steps} steps; use {depth} or less"
-    if depth > 1 and known.heads == "first" and (num_steps or 1) > 1:
-        return f"SGLang's {known.draft} runs the first of {depth} MTP heads at all {num_steps} steps; use 1 draft token"
+    if depth > 1 and known.heads == "first" and (num_tokens or 1) > 1:
+        steps = f"all {num_tokens} steps"
+        return f"SGLang's {known.draft} runs the first of {depth} MTP heads at {steps}; use 1 draft token"
     return None
 
 
@@ -150,16 +151,15 @@ def speculative_options(
     check_quantized_heads(model, SGLANG)
     log_fed_otherwise(model, SGLANG)
     given = given or {}
-    num_steps = given.get("speculative_num_steps", num_tokens)
-    problem = depth_problem(model, num_steps)
-    if problem:
+    num_tokens = given.get("speculative_num_steps", num_tokens)
+    if problem := depth_problem(model, num_tokens):
         raise UserError(problem, "use --infer_backend vllm")
-    if num_steps is None:
-        num_steps = _num_steps(model)
-    return {**draft_model_options(model, num_steps), **_token_map(model), **given}
+    if num_tokens is None:
+        num_tokens = _trained_tokens(model)
+    return {**draft_model_options(model, num_tokens), **_token_map(model), **given}
 
 
-def _num_steps(model: HfModel) -> int:
+def _trained_tokens(model: HfModel) -> int:
     """Return the number of draft tokens per step that the heads were trained for and SGLang can run."""
     if model.heads.kind != MTP:
         return model.heads.drafts

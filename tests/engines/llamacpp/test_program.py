@@ -9,9 +9,10 @@ import pytest
 from swiftlite.engines.engine import Completion, Sampling
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp import embedded
-from swiftlite.engines.llamacpp.client import counts_of, request_of
+from swiftlite.engines.llamacpp.client import request_of
 from swiftlite.engines.llamacpp.engine import cut
 from swiftlite.engines.llamacpp.program import program
+from swiftlite.engines.server.metrics import counts_of
 from tests.messages import mentions
 
 METRICS = """\
@@ -87,9 +88,9 @@ def test_an_answer_ends_at_the_first_stop_token(stop_type, stops, expected):
 
 
 def test_counts_of_positions_without_accepted_drafts_are_zero():
-    counts = counts_of(METRICS, 3)
+    counts = counts_of(METRICS, "llamacpp:", 3)
     assert (counts.drafts, counts.drafted, counts.accepted_per_position) == (2, 4, (1, 0, 0))
-    assert counts_of("", 2).drafted == 0
+    assert counts_of("", "llamacpp:", 2).accepted_per_position == (0, 0)
 
 
 def test_a_request_has_the_sampling_settings():
