@@ -161,7 +161,7 @@ def check_has_trunk(architecture: str) -> None:
 
 
 def why_no_drafts(family: Family, hf_config: HfConfig) -> str:
-    """Return why llama.cpp does not draft with a model's drafter, or with an MTP head if there is none; empty if it does."""
+    """Return why llama.cpp does not draft with the drafter of a model, by default an MTP head; empty if it does."""
     if kind_of(hf_config) == MTP:
         return why_no_heads(family, hf_config)
     return why_no_drafter(family, hf_config) or DRAFT_ARCHITECTURES[kind_of(hf_config)].why_not(family, hf_config)

@@ -260,7 +260,7 @@ def interval_table(found: Sequence[Interval]) -> str:
         rows.append(["all", "", *_count_cells(reduce(add, (each.counts for each in found)))])
     positions = [f"position {number}" for number in range(1, max(depths) + 1)]
     head = ["from (UTC)", "to (UTC)", "drafts", "accepted length", *positions]
-    return text_table([head, *(row + [""] * (len(head) - len(row)) for row in rows)])
+    return text_table([head, *rows])
 
 
 def _count_cells(counts: DraftCounts) -> list[str]:

@@ -34,7 +34,7 @@ from swiftlite.report.page import render
 from swiftlite.runtime import lm_eval
 from swiftlite.serve import deploy
 from swiftlite.serve.evaluate.over_time import engine_of, get_metrics
-from swiftlite.serve.evaluate.task_page import Compared, task_page, task_table
+from swiftlite.serve.evaluate.task_page import MEANING, Compared, task_page, task_table
 from swiftlite.serve.evaluate.task_results import (
     FINISHED,
     TaskRun,
@@ -114,7 +114,7 @@ def measure_tasks(args: EvaluateArgs) -> None:
             if missing:
                 finished[each.words] |= _run(args, each, missing, directory / each.words)
     compared = _compare(names, args.tasks, finished)
-    print(task_table(compared))
+    print(f"{task_table(compared).text()}\n\n{MEANING}")
     report: dict[str, dict[str, Any]] = {name: {"directory": given, "tasks": {}} for name, given in names.items()}
     for each in compared:
         report[each.name]["tasks"][each.task] = each.to_json()
