@@ -14,13 +14,14 @@ import torch
 
 from swiftlite.base.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import MTP
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.base.json_file import read_json
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, HEADS_FILE
+from swiftlite.bridge.rows import HfConfig
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import check_quantized_heads
-from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
+from swiftlite.engines.served_model import check_draft_folder, fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.families import Family, eagle3, gemma4_assistant
 from swiftlite.families.dflash import DSPARK
@@ -43,13 +44,21 @@ def trunk_problem(model: HfModel) -> str | None:
 
 
 def check_trunk(model: HfModel) -> None:
-    """Check that SGLang computes the trunk as trained.
+    """Check that SGLang computes the trunk as trained, and on this machine.
 
     Raises:
         UserError: it does not.
     """
-    if problem := trunk_problem(model):
+    problem = trunk_problem(model)
+    if problem is None and is_recurrent(model) and is_on_cpu():
+        problem = f"SGLang does not run the recurrent layers of {model.family.name} without a GPU"
+    if problem:
         raise UserError(problem, "use --infer_backend transformers or llamacpp")
+
+
+def is_recurrent(model: HfModel) -> bool:
+    """Return whether the trunk has recurrent layers, which SGLang computes on GPUs only."""
+    return any(kind.is_recurrent for kind in model.family.architecture(model.config).attentions)
 
 
 def depth_problem(model: HfModel, num_tokens: int | None = None) -> str | None:
@@ -82,15 +91,28 @@ def depth_problem(model: HfModel, num_tokens: int | None = None) -> str | None:
     return None
 
 
+def why_no_drafts(family: Family, hf_config: HfConfig) -> str:
+    """Return why SGLang does not draft with the drafter that config.json declares; empty if it does, and for MTP heads
+    (`depth_problem`)."""
+    heads, trunks = Heads.from_config(hf_config), family.drafter(hf_config).sglang_trunks
+    if heads.kind == MTP:
+        return ""
+    if not trunks:
+        return f"SGLang is not supported for the drafter {heads.kind!r}"
+    if family.name not in trunks:
+        return f"SGLang is not supported for the drafter {heads.kind!r} of {family.name}, only of {', '.join(trunks)}"
+    if heads.kind == gemma4_assistant.KIND and not gemma4_assistant.reads_last_layers(hf_config):
+        return f"SGLang drafts with an assistant only if the last two of layer_types are {' and '.join(KINDS)}"
+    if heads.kind in BLOCKS and heads.draft_vocab:
+        return f"SGLang does not read the draft vocabulary of the drafter {heads.kind!r}; train it with --draft_vocab 0"
+    return ""
+
+
 def _drafter_problem(model: HfModel, num_tokens: int | None) -> str | None:
     """Return why SGLang would not draft with a drafter other than MTP heads; None if it would."""
-    kind, trunks = model.heads.kind, model.family.drafter(model.config).sglang_trunks
-    if not trunks:
-        return f"SGLang is not supported for the drafter {kind!r}"
-    if model.family.name not in trunks:
-        return f"SGLang is not supported for the drafter {kind!r} of {model.family.name}, only of {', '.join(trunks)}"
-    if kind == gemma4_assistant.KIND and not gemma4_assistant.reads_last_layers(model.config):
-        return f"SGLang drafts with an assistant only if the last two of layer_types are {' and '.join(KINDS)}"
+    kind = model.heads.kind
+    if problem := why_no_drafts(model.family, model.config):
+        return problem
     if kind in BLOCKS:
         return _block_problem(model, num_tokens)
     own = model.directory / DRAFT_FOLDER / "config.json"
@@ -104,8 +126,6 @@ def _drafter_problem(model: HfModel, num_tokens: int | None) -> str | None:
 def _block_problem(model: HfModel, num_tokens: int | None) -> str | None:
     """Return why SGLang would not draft with a block drafter; None if it would."""
     kind, most = model.heads.kind, model.heads.drafts
-    if model.heads.draft_vocab:
-        return f"SGLang does not read the draft vocabulary of the drafter {kind!r}; train it with --draft_vocab 0"
     if num_tokens is not None and num_tokens > most:
         return f"the drafter {kind!r} drafts at most {most} tokens per step, not {num_tokens}; use {most} or less"
     if SGLANG.requires_gpu(kind):
@@ -154,6 +174,8 @@ def speculative_options(
     num_tokens = given.get("speculative_num_steps", num_tokens)
     if problem := depth_problem(model, num_tokens):
         raise UserError(problem, "use --infer_backend vllm")
+    if folder := draft_folder(model):
+        check_draft_folder(folder)
     if num_tokens is None:
         num_tokens = _trained_tokens(model)
     return {**draft_model_options(model, num_tokens), **_token_map(model), **given}
