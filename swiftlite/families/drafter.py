@@ -46,16 +46,6 @@ def sources_of_head(family: "Family", hf_config: HfConfig, head: int) -> dict[st
     return sources
 
 
-def no_config(family: "Family", hf_config: HfConfig, layers: int) -> dict[str, Any]:
-    """Return an empty mapping, for drafters that are declared only by `Heads`."""
-    return {}
-
-
-def state_after_norm(family: "Family", hf_config: HfConfig) -> Drafting:
-    """Return the inputs of drafters that read the trunk's state after its final norm."""
-    return Drafting()
-
-
 @dataclass(frozen=True)
 class DrafterSizes:
     """Describe what one layer of a drafter computes per position of the trunk, to estimate memory, FLOPs and time.
@@ -159,8 +149,8 @@ class Drafter:
     layer_of: Callable[["Family", HfConfig, str], int | None]
     copies: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
     sources: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
-    config: Callable[["Family", HfConfig, int], dict[str, Any]] = no_config
-    drafting: Callable[["Family", HfConfig], Drafting] = state_after_norm
+    config: Callable[["Family", HfConfig, int], dict[str, Any]] = lambda family, hf_config, layers: {}
+    drafting: Callable[["Family", HfConfig], Drafting] = lambda family, hf_config: Drafting()
     problems: Callable[[HfConfig], list[str]] = lambda hf_config: []
     why_not: Callable[["Family", HfConfig], str] = lambda family, hf_config: ""
     own_config: Callable[["Family", HfConfig], dict[str, Any]] | None = None
