@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.drafting import Drafting
+from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY
 from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import HfConfig, Row
 from swiftlite.families.layer import Layer
@@ -31,6 +32,23 @@ def no_copies(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, st
     copies.
     """
     return {}
+
+
+def feature_problems(hf_config: HfConfig) -> list[str]:
+    """Return a problem if config.json declares no features, or layer 0, whose input is the embedding."""
+    features = hf_config[DRAFTER_KEY].get(FEATURES_KEY)
+    if not features:
+        return [f"{FEATURES_KEY} is missing"]
+    if isinstance(features, list) and features[0] == 0:
+        return [f"{FEATURES_KEY} has layer 0, whose input is the embedding"]
+    return []
+
+
+def layer_problems(hf_config: HfConfig) -> list[str]:
+    """Return a problem if config.json declares several layers, for drafters that consist of a single one."""
+    if hf_config[DRAFTER_KEY].get("layers") in (0, 1):
+        return []
+    return ["layers is not 0 or 1"]
 
 
 def sources_of_head(family: "Family", hf_config: HfConfig, head: int) -> dict[str, str]:
