@@ -138,9 +138,6 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self.is_teacher = settings.is_teacher
         self.embedding_multiplier = _embedding_multiplier(outside, config.params_dtype)
         self.logits_divisor, self.logits_cap = outside.logits_divisor, outside.logits_cap
-        self.heads_have_output_layers = self.heads.has_output_layer
-        if self.heads.kind == MTP:
-            self.heads_have_output_layers = outside.heads_have_output_layers
         self.has_score = outside.has_score
         if self.has_score and self.post_process:
             self.output_layer = self._make_score()
@@ -158,7 +155,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             pg_collection=pg_collection,
             vp_stage=stage.vp_stage,
         )
-        self._complete_heads()
+        self._complete_heads(outside)
         if self.tower is not None:
             sum_over_sequence_ranks(config, self.tower.parameters())
         self.register_buffer("drafted_rows", self._find_drafted_rows(), persistent=False)
@@ -186,17 +183,20 @@ class GPTModel(AddsGradients, McoreGPTModel):
         score.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         return score
 
-    def _complete_heads(self) -> None:
+    def _complete_heads(self, outside: Outside) -> None:
         """Give the heads on this stage what they share with the trunk, or have themselves: norms and output layers."""
         if not self.mtp_process:
             return
         final_norm: Any = self.decoder.final_layernorm
+        have_output_layers = self.heads.has_output_layer
+        if self.heads.kind == MTP:
+            have_output_layers = outside.heads_have_output_layers
         for head in self.mtp.layers:
             output_norm = getattr(head, "final_layernorm", None)  # only MTP heads have one
             if isinstance(output_norm, SharedNorm):
                 output_norm.of = (final_norm,)  # in a tuple, so that it is not registered as a submodule
                 output_norm.is_detached = self.detached_heads
-            if self.heads_have_output_layers:
+            if have_output_layers:
                 head.output_layer = self._make_output_layer(getattr(head, "state_size", self.config.hidden_size))
             if isinstance(head, DrafterLayer) and self.decoder.holds_layers:
                 head.connect([self.decoder.layers[layer] for layer in self.features.layers])
