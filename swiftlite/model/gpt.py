@@ -14,7 +14,6 @@ Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hid
 tensor-parallel rank, D MTP depth, R rotary channels.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.attention.sparse import Selections, in_place_of_mask
 from swiftlite.model.context_parallel import sequence_lengths, zigzag_positions
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.deepstack import Deepstack
@@ -654,8 +654,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
     def _make_output_layer(self, size_of_own: int = 0) -> ColumnParallelLinear:
         """Return an output layer: that of the trunk, or a head's own one for states of the given size."""
         # Its input is not split: sequences are gathered before positions are selected (`whole_sequence`).
-        config = copy.copy(self.config)
-        config.sequence_parallel = False
+        config = with_settings(self.config, sequence_parallel=False)
         assert config.init_method is not None
         # A tied output layer on the stage of the MTP layers shares the weight of their embedding. megatron-core would
         # allocate a second, unused weight there, and fail when saving it (gpt_model.py:249, language_module.py:341 of

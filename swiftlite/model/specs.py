@@ -400,11 +400,11 @@ def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
 def _dflash_layer(parts: DrafterParts) -> ModuleSpec:
     layer, modules = dflash.layer_of(parts.architecture, parts.hf_config), parts.modules
     core_attention = ModuleSpec(module=BlockAttention, params=modules.draft_attention.params)
+    spec = decoder_layer_spec(layer, replace(modules, core_attention=core_attention))
     return ModuleSpec(
         module=DFlashLayer,
         params={
-            "layer": decoder_layer_spec(layer, replace(modules, core_attention=core_attention)),
-            "num_decoder_layers": dflash.num_decoder_layers(parts.hf_config),
+            "layers": [spec] * dflash.num_decoder_layers(parts.hf_config),
             "settings": _NEUTRAL | layer.attention.mcore_config() | layer.mlp.mcore_config(),
             "norm": modules.norm,
             "num_features": len(parts.heads.features),

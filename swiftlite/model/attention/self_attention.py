@@ -5,7 +5,6 @@ size of a query or key head, V size of a value head.
 """
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.rope import fused_norm_and_rotate, rotation
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.layers.norm import DeferredRMSNorm
 
 
@@ -84,8 +84,7 @@ class SelfAttention(McoreSelfAttention):
             self.linear_gate = self._gate_projection(head_gate)
             # megatron-core's gates are one per channel, and part of `linear_qkv`, which is already built here. With
             # this argument, `forward` applies the gates that `get_query_key_value_tensors` returns.
-            self.config = copy(self.config)
-            self.config.attention_output_gate = True
+            self.config = with_settings(self.config, attention_output_gate=True)
         self.is_rotary, self.rope, self.rope_interleave = is_rotary, rope, rope_interleave
 
     def _gate_projection(self, column: type) -> torch.nn.Module:
@@ -183,10 +182,7 @@ def _with_sizes(config: TransformerConfig, sizes: dict[str, int]) -> Transformer
     """Return the config with other sizes; the config itself if it already has them."""
     if all(getattr(config, name) == size for name, size in sizes.items()):
         return config
-    own = copy(config)  # unlike `replace`, it does not derive other fields again
-    for name, size in sizes.items():
-        setattr(own, name, size)
-    return own
+    return with_settings(config, **sizes)
 
 
 def with_channels(linear: Callable[..., Any], own_inputs: int | None, own_outputs: int | None) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """The activations of MLPs, as modules: from 0.17 on, megatron-core accepts nothing else (`apply_module`)."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from swiftlite.model.copied_config import with_settings
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,4 @@ def unfused(config: Any) -> Any:
     """Return a copy of megatron-core's config with which a module computes the activation of its spec, instead of
     megatron-core's fused one.
     """
-    config = copy.copy(config)
-    config.use_te_activation_func, config.bias_activation_fusion = True, False
-    return config
+    return with_settings(config, use_te_activation_func=True, bias_activation_fusion=False)

@@ -118,7 +118,7 @@ def token_loss(
     Args:
         logits_NV: this rank's part of the logits at the selected positions.
         selected: the positions and their labels.
-        shown_NV: the logits of which the largest is the prediction, if they are others (`OutputMatrix.shown`).
+        shown_NV: the logits of which the largest is the prediction, if not those (`OutputMatrix.shown`).
         with_entropy: whether to compute the entropy as well.
     """
     entropy_N = None
