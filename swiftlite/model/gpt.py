@@ -335,10 +335,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
             )
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, received)
+            features_SBH = [_NoGradient.apply(each_SBH, received) for each_SBH in features_SBH]
         if isinstance(mask, Selections):
             hidden_SBH = mask.attach_losses(hidden_SBH)
-        if self.trunk_is_frozen and not self.pre_process:
-            features_SBH = [_NoGradient.apply(each_SBH, received) for each_SBH in features_SBH]
         return replace(self.split_decoder_output(hidden_SBH), features_SBH=features_SBH)
 
     def split_decoder_output(self, hidden_SBH: Any) -> StageStates:
@@ -441,7 +440,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         rotary_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
         tokens: RoutedTokens | None = None,
-        cache: Cache | Selections | None = None,
+        mask: Cache | Selections | None = None,
         placed: Placed | None = None,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -452,8 +451,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
                 `set_input_tensor` has set.
             rotary_emb: result of `rotary_emb` for these tokens.
             tokens: description of the tokens for the routers; None: routers do not count their load.
-            cache: in decoding, the cache of the rows, to which these tokens are added; or the result of
-                `in_place_of_mask`.
+            mask: result of `in_place_of_mask`; in decoding, tokens are added to the cache in it.
             placed: outputs of the tower, of which the first layers may add further ones (`Deepstack`).
             input_ids: [B, S]; required on the first stage if layers have inputs of their own.
 
@@ -467,12 +465,10 @@ class GPTModel(AddsGradients, McoreGPTModel):
         # is not possible: the block calls layers with a fixed list of arguments (transformer_block.py:765 of 0.16.1),
         # and a layer passes only the padding mask to its MLP (transformer_layer.py:514). Subclasses would have to
         # repeat both methods. Attributes of modules would not do: pipelines and recomputation interleave micro-batches.
-        if not isinstance(cache, Selections):
-            cache = in_place_of_mask(self.decoder.layers, cache, tokens)
-        shared, layer_input = None, cache
+        shared, layer_input = None, mask
         if self.sharing.is_used:
-            assert not isinstance(cache, Selections)
-            layer_input = shared = self._shared_states(hidden_SBH, input_ids, cache)
+            assert not isinstance(mask, Selections)
+            layer_input = shared = self._shared_states(hidden_SBH, input_ids, mask)
         padding_mask: RoutedTokens | Deepstack | None = tokens
         if placed is not None and placed.deepstack_IH:
             padding_mask = Deepstack(placed.features(self._on_this_sequence_rank(placed.item_BS.T)), tokens)

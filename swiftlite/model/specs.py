@@ -6,7 +6,6 @@ modules, built from the classes that `kernels.py` selects.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -179,21 +178,9 @@ def _matrices(modules: Modules, activation: str = "silu", limit: float | None = 
 def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
     module = MLP if mlp.limit is None else LimitedMLP
     submodules = _matrices(modules, mlp.activation, mlp.limit)
-    submodules.linear_fc2 = with_inputs(modules.row, mlp.ffn)
+    # megatron-core's MLP builds this matrix with the width of the config, in which layers can differ.
+    submodules.linear_fc2 = with_channels(modules.row, mlp.ffn)
     return ModuleSpec(module=module, params={"ffn_hidden_size": mlp.ffn}, submodules=submodules)
-
-
-@cache
-def with_inputs(linear: Any, own_inputs: int) -> type:
-    """Return a class of linear layers with another number of input channels than it is called with.
-
-    megatron-core's MLP builds its second matrix with the width of the config, in which layers can differ.
-    """
-
-    def build(self: Any, input_size: int, *args: Any, **options: Any) -> None:
-        linear.__init__(self, own_inputs, *args, **options)
-
-    return type(linear.__name__, (linear,), {"__init__": build, "__module__": linear.__module__})
 
 
 def _experts_and_mlp(both: ExpertsAndMlp, modules: Modules) -> ModuleSpec:

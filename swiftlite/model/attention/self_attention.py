@@ -4,8 +4,8 @@ Shapes: S positions of a row, B batch, H hidden size, N query heads and G key-va
 size of a query or key head, V size of a value head.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -185,11 +185,11 @@ def _with_sizes(config: TransformerConfig, sizes: dict[str, int]) -> Transformer
     return with_settings(config, **sizes)
 
 
-def with_channels(linear: Callable[..., Any], own_inputs: int | None, own_outputs: int | None) -> Callable[..., Any]:
-    """Return a function that builds a linear layer with other numbers of channels than it is called with; None: the
-    same number."""
+@cache
+def with_channels(linear: Any, own_inputs: int | None, own_outputs: int | None = None) -> type:
+    """Return a class of linear layers with other numbers of channels than it is called with; None: the same number."""
 
-    def build(num_inputs: int, num_outputs: int, **options: Any) -> Any:
-        return linear(own_inputs or num_inputs, own_outputs or num_outputs, **options)
+    def build(self: Any, num_inputs: int, num_outputs: int, *args: Any, **options: Any) -> None:
+        linear.__init__(self, own_inputs or num_inputs, own_outputs or num_outputs, *args, **options)
 
-    return build
+    return type(linear.__name__, (linear,), {"__init__": build, "__module__": linear.__module__})

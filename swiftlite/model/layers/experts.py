@@ -204,9 +204,7 @@ def grouped_linear(
         weights: matrix [out, in] of each expert.
         adds_gradients: whether the backward pass accumulates the weights' gradients in `main_grad`.
     """
-    output = _GroupedLinear.apply(hidden_TI, ends, adds_gradients, *weights)
-    assert output is not None
-    return output
+    return _GroupedLinear.apply(hidden_TI, ends, adds_gradients, *weights)  # type: ignore[return-value]
 
 
 class _GroupedLinear(torch.autograd.Function):

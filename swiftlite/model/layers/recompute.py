@@ -75,9 +75,7 @@ def checkpoint(
             hidden_states,
             *others,
         )
-    output = _Checkpoint.apply(function, config.distribute_saved_activations, hidden_states, *others)
-    assert output is not None
-    return output
+    return _Checkpoint.apply(function, config.distribute_saved_activations, hidden_states, *others)  # type: ignore[return-value]
 
 
 class TransformerBlock(McoreTransformerBlock):
