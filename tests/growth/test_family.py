@@ -2,7 +2,7 @@
 
 Ember is a Qwen3 with other names in its files: `mlp.w1` for `mlp.gate_proj`, `ffn_width` for `intermediate_size`. Its
 MTP heads have the names of Qwen3-Next. Only this file knows the family: the part "The family" would be a file in
-`swiftlite/families/`, and `known` a line in the index (docs/en/add-a-family.md).
+`swiftlite/families/models/`, where the index finds it, so `known` would not be needed (docs/en/add-a-family.md).
 """
 
 import json
