@@ -47,20 +47,9 @@ LATENT: dict[str, Any] = SHARED | {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": DENSE,
     "gemma3_text": DENSE
-    | {
-        "sliding_window_pattern": 3,
-        "sliding_window": 64,
-        "query_pre_attn_scalar": 32,
-        "pad_token_id": None,
-    },
+    | {"sliding_window_pattern": 3, "sliding_window": 64, "query_pre_attn_scalar": 32, "pad_token_id": None},
     "gemma4_text": DENSE | dict(FAMILIES["gemma4_text"].tiny, pad_token_id=None) | {"layer_types": alternating(8)},
-    "gpt_oss": DENSE
-    | {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 64,
-        "pad_token_id": None,
-    },
+    "gpt_oss": DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64, "pad_token_id": None},
     "qwen2": DENSE,
     "mimo": DENSE,
     "qwen3": DENSE,
@@ -70,12 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": DENSE | {"pad_token_id": None},
     "smollm3": DENSE | {"pad_token_id": None},  # of the whole vocabulary
     "qwen2_moe": MOE
-    | {
-        "num_experts": 8,
-        "shared_expert_intermediate_size": 160,
-        "mlp_only_layers": [2],
-        "decoder_sparse_step": 1,
-    },
+    | {"num_experts": 8, "shared_expert_intermediate_size": 160, "mlp_only_layers": [2], "decoder_sparse_step": 1},
     "qwen3_moe": MOE | {"num_experts": 8, "mlp_only_layers": [2], "decoder_sparse_step": 1},
     "glm4_moe": SHARED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     "deepseek_v3": LATENT,

@@ -22,11 +22,7 @@ def having(settings, **changes):
         ({"overlap_p2p_comm_warmup_flush": True}, {}, "virtual"),
         ({"disable_bf16_reduced_precision_matmul": True}, {"torch_dtype": "float32"}, "--torch_dtype float32"),
         ({"reduce_scatter_with_fp32_accumulation": True}, {}, "--use_distributed_optimizer"),
-        (
-            {"reduce_scatter_with_fp32_accumulation": True},
-            {"use_distributed_optimizer": True},
-            "--grad_reduce_in_bf16",
-        ),
+        ({"reduce_scatter_with_fp32_accumulation": True}, {"use_distributed_optimizer": True}, "--grad_reduce_in_bf16"),
         ({"decoupled_lr": 0.1}, {"mtp_mode": "heads_only", "model": "mtp2"}, "--mtp_mode heads_only"),
         ({"decoupled_lr": 0.1}, {"tuner_type": "lora"}, "--tuner_type lora"),
         ({"decoupled_min_lr": 0.0}, {}, "decoupled_lr"),
