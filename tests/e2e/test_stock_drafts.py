@@ -54,17 +54,29 @@ def counts_of_transformers(directory: Path, prompts: list[list[int]], num_tokens
 
 
 def check_counts(
-    vllm_host, reference: Reference, directory: Path, prompts: list[list[int]], num_tokens: int, draft: str
+    vllm_host,
+    reference: Reference,
+    directory: Path,
+    prompts: list[list[int]],
+    num_tokens: int,
+    draft: str,
+    *,
+    has_plugin: bool = False,
 ) -> Counts:
-    """Check that vLLM without plugins and the transformers engine draft as a reference, and return the counts.
+    """Check that vLLM and the transformers engine draft as a reference, and return the counts.
 
     Args:
         directory: an export of the reference with `draft/`.
-        draft: name of vLLM's draft class.
+        draft: end of the name of vLLM's draft class.
+        has_plugin: whether vLLM has the plugins.
     """
-    served, module = vllm_host.call(partial(served_without_plugins, directory, prompts, num_tokens))
+    if has_plugin:
+        served = vllm_host.call(partial(serve, directory, prompts, NEW_TOKENS, num_tokens))
+    else:
+        served, module = vllm_host.call(partial(served_without_plugins, directory, prompts, num_tokens))
+        assert module == "vllm.config.speculative"
     expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
-    assert (module, served.draft) == ("vllm.config.speculative", draft)
+    assert served.draft.endswith(draft)
     assert served.token_ids == expected
     found = Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position)
     assert found == counts
