@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.runtime.distributed import session
@@ -42,19 +41,3 @@ def test_ranks_compute_the_same_bits(trained, depth, name):
     for rank in trained:
         if (depth, name) in rank:
             assert_same(rank[depth, name], rank[depth, "none"])
-
-
-def stock_distributed() -> None:
-    """Run with megatron-core's own code.
-
-    Without a copy, the MTP layer's checkpoint frees the data of the trunk's states.
-    """
-    layout = ParallelLayout(tensor_model_parallel_size=2)
-    with session(layout) as mesh:
-        states = torch.randn(4, 2, 8, requires_grad=True, device=mesh.device.torch_device) * 1
-        tensor_parallel.checkpoint(torch.exp, True, states)
-        assert states.shape == (4 * 2 * 8 // 2,)
-
-
-def test_stock_checkpoint_takes_the_data_of_its_argument():
-    launch(2, stock_distributed)
