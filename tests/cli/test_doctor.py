@@ -146,6 +146,14 @@ def test_a_missing_tokenizer_is_said(model, capsys):
     assert not has_line(examine(model, capsys)[1], "tokenizer.json")
 
 
+def test_an_unknown_family(model, capsys):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    code, report = examine(model, capsys)
+    assert code == 1
+    assert has_line(report, "model_type 'gpt2'")
+
+
 def test_a_directory_without_a_model(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     code, report = examine(tmp_path / "empty", capsys)
