@@ -37,9 +37,4 @@ def trained(request):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ranks_compute_the_same_bits(trained, depth, name):
     for rank in trained:
-<<<<<<< HEAD
-        if (depth, name) in rank:
-            assert_same(rank[depth, name], rank[depth, "none"])
-=======
         assert_same(rank[depth, name], rank[depth, "none"])
->>>>>>> bf370da5e85a5e3e9002f5f1b3d4f17f336f3111
