@@ -45,6 +45,7 @@ from swiftlite.model.drafter import DrafterLayer, DrafterParts, DraftInputs
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
 from swiftlite.model.open import open_model
 from swiftlite.train import run as training
+from tests.growth import unheard
 from tests.growth.unheard import export_hf, hf_config, run, there_and_back
 from tests.messages import naming
 from tests.parallel.launch import launch
@@ -213,19 +214,9 @@ def model(rows, tmp_path_factory) -> Path:
 
 
 def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArgs:
-    return SftArgs(
-        model=str(model),
-        dataset=[str(rows)],
-        output_dir=str(output_dir),
-        mtp_mode="heads_only",
-        torch_dtype="float32",
-        micro_batch_size=8,
-        global_batch_size=40,
-        split_dataset_ratio=0.0,
-        lr=1e-2,
-        report_to=[],
-        **{"train_iters": 60, "save_steps": 60, "acceptance_samples": 0, **options},
-    )
+    usual: dict[str, Any] = {"mtp_mode": "heads_only", "micro_batch_size": 8, "global_batch_size": 40, "lr": 1e-2}
+    usual |= {"split_dataset_ratio": 0.0, "train_iters": 60, "save_steps": 60}
+    return unheard.args_of(model, rows, output_dir, **usual | options)
 
 
 @pytest.fixture(scope="module")

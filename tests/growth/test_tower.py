@@ -54,6 +54,7 @@ from swiftlite.train import run as training
 from swiftlite.train.methods.next_token import next_token_objective
 from swiftlite.train.methods.training import Training
 from tests.engines.reference import Reference
+from tests.growth import unheard
 from tests.growth.unheard import export_hf, hf_config, is_trained, make_model, run, there_and_back
 from tests.messages import mentions
 from tests.parallel.launch import launch
@@ -338,19 +339,9 @@ def test_trunk_and_head_compute_what_transformers_does(model, mesh, row):
 
 
 def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArgs:
-    return SftArgs(
-        model=str(model),
-        dataset=[str(rows)],
-        output_dir=str(output_dir),
-        torch_dtype="float32",
-        max_length=128,
-        global_batch_size=8,
-        split_dataset_ratio=0.0,
-        lr=1e-3,
-        acceptance_samples=0,
-        report_to=[],
-        **{"micro_batch_size": 2, "train_iters": 4, "freeze_vit": False, **options},
-    )
+    usual: dict[str, Any] = {"max_length": 128, "global_batch_size": 8, "split_dataset_ratio": 0.0}
+    usual |= {"micro_batch_size": 2, "train_iters": 4, "freeze_vit": False}
+    return unheard.args_of(model, rows, output_dir, **usual | options)
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
