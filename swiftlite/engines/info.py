@@ -88,9 +88,8 @@ class EngineInfo:
         emulates_bfloat16: whether the engine is slower in bfloat16 than in float32 on a processor without instructions
             for bfloat16.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
-            classes; None if the engine has no options. The name of each option starts with the engine's name.
-        read_speculative_config: function that returns the speculative options that the user set in a command's options,
-            under the engine's names; it returns None if the user set none.
+            classes; None if the engine has no options. The name of each option starts with the engine's name, and
+            those of speculative decoding with ENGINE_speculative.
         rules: functions that yield (problem, hint) for invalid options.
         server: name of the function that returns a `ServerCommand`, in which `--port` precedes the port; its arguments
             are `DeployArgs`, an `HfModel`, whether the server drafts, and a `DraftSchedule` or None. If "", `deploy`
@@ -154,7 +153,6 @@ class EngineInfo:
     without_draft_vocab: tuple[str, ...] = ()
     emulates_bfloat16: bool = False
     options_class: type | None = None
-    read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None
     rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()
     server: str = ""
     client: str = ""
@@ -270,10 +268,15 @@ class EngineInfo:
         return kwargs
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
-        """Return the speculative options that the user set, under the engine's names; None if the user set none."""
+        """Return the speculative options that the user set, under the engine's names; None if the user set none.
+
+        An option ENGINE_speculative_config contains them all.
+        """
         if not self.has_options_in(args):
             return None
-        return self.read_speculative_config(args)
+        given = {name.removeprefix(f"{self.name}_"): vars(args)[name] for name in self.speculative_option_names}
+        given = {name: value for name, value in given.items() if value is not None}
+        return given.get("speculative_config", given or None)
 
     def problems(self, args: Any) -> Iterator[Problem]:
         """Yield the problems found by the engine's own rules."""

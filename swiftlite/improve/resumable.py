@@ -64,9 +64,20 @@ class Resumable:
         Raises:
             UserError: the file cannot be written.
         """
-        path = directory / self.FILE
-        try:
-            atomic_write(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
-        except OSError as error:
-            problem = f"--output_dir: {path} cannot be written: {error.strerror}"
-            raise UserError(problem, "free disk space and run the same command again") from None
+        write_result(directory / self.FILE, json.dumps(asdict(self), indent=2).encode() + b"\n")
+
+
+def write_result(path: Path, content: bytes, note: str = "") -> None:
+    """Write a file to --output_dir.
+
+    Args:
+        note: what to add to the hint of the error, such as "; all answers are stored".
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        atomic_write(path, content)
+    except OSError as error:
+        problem = f"--output_dir: {path} cannot be written: {error.strerror}"
+        raise UserError(problem, f"free disk space and run the same command again{note}") from None

@@ -3,6 +3,7 @@
 Each step is a command of swiftlite in a separate process; the command is printed before it runs.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from swiftlite.args.commands import AdaptArgs, SpeedupArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.runtime.parent import exit_with_parent
@@ -56,6 +58,23 @@ class CommandStep:
 
     def __str__(self) -> str:
         return shlex.join(("swiftlite", *self.words))
+
+
+def model_words(args: SpeedupArgs | AdaptArgs, model: str, torch_dtype: str) -> list[str]:
+    """Return the options of a command that name a model and state how it is read."""
+    words = ["--model", model, "--torch_dtype", torch_dtype]
+    if args.trust_remote_code:
+        words += ["--trust_remote_code", "true"]
+    if args.chat_template_kwargs:
+        words += ["--chat_template_kwargs", json.dumps(args.chat_template_kwargs)]
+    return words
+
+
+def export_step(name: str, directory: Path) -> CommandStep:
+    """Return the command that exports the run in `directory` / "run" to `directory` / "hf", as the step NAME/export."""
+    output = directory / "hf"
+    words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(output))
+    return CommandStep(f"{name}/export", words, output / "config.json", is_atomic=True)
 
 
 def is_complete(step: CommandStep, progress: Progress) -> bool:

@@ -114,6 +114,23 @@ def fill(
     return filled
 
 
+def without_final_norm(
+    model: torch.nn.Module, weights: Weights, load: Callable[..., Any], loaded: set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load the trunk's final norm into `model.norm` of a draft model, and yield all other weights.
+
+    Args:
+        load: the engine's loader of a parameter.
+        loaded: gets the name of the norm when it is loaded.
+    """
+    for name, tensor in weights:
+        if name == "model.norm.weight":
+            load(model.get_parameter(name), tensor)
+            loaded.add(name)
+        else:
+            yield name, tensor
+
+
 def own_sinks(weights: Weights, rank: int, size: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Replace the sinks of all attention heads by those of one tensor-parallel rank.
 

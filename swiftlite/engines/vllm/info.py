@@ -65,7 +65,6 @@ VLLM = EngineInfo(
     takes_live_weights=True,
     logs_requests=True,
     options_class=VllmArgs,
-    read_speculative_config=lambda args: args.vllm_speculative_config,
     rules=(speculative_tokens_are_given_once, ngrams_leave_the_scheduler),
     server="swiftlite.engines.vllm.server:server_command",
     client="swiftlite.engines.vllm.client:VllmClient",

@@ -57,6 +57,7 @@ from swiftlite.engines.loading.head_weights import (
     heads_of,
     own_sinks,
     single_experts,
+    without_final_norm,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 from swiftlite.engines.loading.plugin_classes import class_of
@@ -408,17 +409,8 @@ class Ernie4_5_MoeMTP(ernie_mtp.ErnieMTP):
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the head, and the trunk's final norm, which vLLM's class ignores."""
-        loaded = set()
-
-        def without_norm() -> Weights:
-            for name, tensor in weights:
-                if name == "model.norm.weight":
-                    default_weight_loader(self.get_parameter(name), tensor)
-                    loaded.add(name)
-                else:
-                    yield name, tensor
-
-        return super().load_weights(without_norm()) | loaded
+        norm: set[str] = set()
+        return super().load_weights(without_final_norm(self, weights, default_weight_loader, norm)) | norm
 
 
 class Exaone4Layer(exaone4.Exaone4DecoderLayer):
@@ -478,6 +470,7 @@ class Gemma4HeadMTPModel(Gemma3MTPModel):
     """MTP draft model for Gemma 4. Its layers see all tokens, like the trunk's layers without a window."""
 
     norm_class = RMSNorm
+    expert_matrices = ("gate_proj", "up_proj", "down_proj")
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         config = deepcopy(self.config)
@@ -490,11 +483,7 @@ class Gemma4HeadMTPModel(Gemma3MTPModel):
         return Gemma4Layer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
     def expert_mapping(self) -> ExpertMapping:
-        if self.config.num_experts is None:
-            return []
-        return fused_moe_make_expert_params_mapping(
-            self, "gate_proj", "down_proj", "up_proj", num_experts=self.config.num_experts
-        )
+        return [] if self.config.num_experts is None else super().expert_mapping()
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the heads from HF tensors. If keys are values, vLLM's layer has them twice."""

@@ -49,6 +49,7 @@ from swiftlite.engines.loading.head_weights import (
     fill,
     heads_of,
     own_sinks,
+    without_final_norm,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 from swiftlite.engines.loading.plugin_classes import class_of
@@ -370,15 +371,7 @@ class Ernie4_5_MoeForCausalLMMTP(ernie4_eagle.Ernie4_5_MoeForCausalLMMTP):
 
     def load_weights(self, weights: Weights) -> None:
         """Load the head, and the trunk's final norm, which SGLang's class ignores."""
-
-        def without_norm() -> Weights:
-            for name, tensor in weights:
-                if name == "model.norm.weight":
-                    default_weight_loader(self.get_parameter(name), tensor)
-                else:
-                    yield name, tensor
-
-        super().load_weights(without_norm())
+        super().load_weights(without_final_norm(self, weights, default_weight_loader, set()))
 
 
 class Exaone4Layer(exaone4.Exaone4DecoderLayer):
