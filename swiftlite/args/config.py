@@ -35,7 +35,6 @@ _ELSEWHERE = {
     "model_name_or_path": "model",
     "num_epochs": "num_train_epochs",
     "bucket_size": "ddp_bucket_size",
-    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
     "per_device_train_batch_size": "micro_batch_size",
     "profile": "profile_steps",
     "profile_step_end": "profile_steps",
@@ -47,6 +46,13 @@ _ELSEWHERE = {
     "tp": "tensor_model_parallel_size",
     "warmup_ratio": "lr_warmup_fraction",
 }
+
+FORMER = {
+    "ddp_pad_buckets_for_high_nccl_busbw": """use --megatron_config '{"pad_buckets_for_high_nccl_busbw": true}'""",
+    "distribute_saved_activations": "use --sequence_parallel true",
+    "nccl_ub": """use --megatron_config '{"nccl_ub": true}'""",
+}
+"""Options of earlier releases, whose default was false, and what replaces them. args.json of earlier runs has them."""
 
 
 def near(word: str, words: Collection[str]) -> str:
@@ -404,6 +410,8 @@ def values_from_file(
         return {}, [(f"{where}: the file has options of {written_for}, not of {command}", hint)]
     for key, (value, where) in entries.items():
         name = str(key).replace("-", "_")
+        if name in FORMER and value is False:
+            continue
         if name not in known:
             hint = _suggestion(name, options(args_class, choices), command)
             problems.append((f"{where}: unknown option {key}", hint))
@@ -425,6 +433,8 @@ def not_supported(name: str, command: str, why: str) -> Problem:
 
 
 def _suggestion(name: str, known: Collection[str], command: str) -> str:
+    if name in FORMER:
+        return FORMER[name]
     if suggestion := near(name, known):
         return f"did you mean {suggestion}?"
     if command:

@@ -264,12 +264,6 @@ class DistributedArgs(TimeoutArgs):
     ddp_bucket_size: bounds.PositiveInt | None = None
     """With --overlap_grad_reduce: number of parameters of a bucket, whose gradients are reduced together. Default: 40
     million, or more for more than 40 data-parallel ranks, a million per rank."""
-    ddp_pad_buckets_for_high_nccl_busbw: bool = False
-    """With --use_distributed_optimizer: pad buckets to a multiple of 65,536 parameters, which NCCL sends faster between
-    many ranks."""
-    nccl_ub: bool = False
-    """Allocate parameters and gradients in buffers that are registered with NCCL, which then uses fewer multiprocessors
-    of the GPU. Requires GPUs."""
 
 
 @dataclass(frozen=True)
@@ -328,8 +322,6 @@ class RecomputeArgs:
     """N of --recompute_method."""
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
     """With selective: modules to recompute, of core_attn, mlp, moe, mla_up_proj."""
-    distribute_saved_activations: bool = False
-    """With full: shard the stored inputs over tensor-parallel ranks. Not supported with --sequence_parallel."""
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,10 @@ from swiftlite.cli.planned import planned_command, separate
 from swiftlite.cli.table import Command, commands, find
 from swiftlite.launch import failure, start
 from swiftlite.plan.cost.gpus import gpu_named
+from swiftlite.plan.dry_run import render
 from swiftlite.plan.facts import read_facts, read_hf_config
 from swiftlite.plan.kernels import this_machine
-from swiftlite.plan.run import make_schedule, plan_of, render
+from swiftlite.plan.run import make_schedule, plan_of
 from swiftlite.runtime.environment import SAFE_PATH, gpu_models, sees_gpu
 from swiftlite.runtime.parent import exit_with_parent
 from swiftlite.runtime.progress import num_restarts
@@ -231,7 +232,7 @@ def _settle_environment(args: object) -> None:
         traces = Path(args.output_dir).absolute() / "flight_recorder_rank_"
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(traces))
         # Rows of varying lengths fragment the allocator's memory. Buffers of NCCL do not support these segments.
-        if "PYTORCH_ALLOC_CONF" not in os.environ and not args.nccl_ub:
+        if "PYTORCH_ALLOC_CONF" not in os.environ and not (args.megatron_config or {}).get("nccl_ub"):
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         # GPUs before Blackwell start the kernels of a single queue in order, so that a matrix product does not start
         # before the communication that overlaps with it.

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from swiftlite.args.config import Problem, convert, near, not_supported, split_type, values_from_file
+from swiftlite.args.config import FORMER, Problem, convert, near, not_supported, split_type, values_from_file
 from swiftlite.args.docs import Choices, Option, options, unsupported
 from swiftlite.base.errors import OptionError, UserError
 
@@ -127,6 +127,8 @@ def _suggest(name: str, known: dict[str, Option], command: str) -> str:
     positive = known.get(name.removeprefix("no_"))
     if positive is not None and positive.type is bool:
         return f"write --{positive.name} false"
+    if name in FORMER:
+        return FORMER[name]
     if suggestion := near(name, known):
         return f"did you mean --{suggestion}?"
     return f"see swiftlite {command} --help"

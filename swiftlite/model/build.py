@@ -147,7 +147,6 @@ def _recompute_config(recompute: RecomputeArgs) -> dict[str, Any]:
     """Return the arguments of TransformerConfig for activation recomputation."""
     config: dict[str, Any] = {
         "recompute_modules": recompute.recompute_modules,
-        "distribute_saved_activations": recompute.distribute_saved_activations,
     }
     if recompute.recompute_granularity != "none":
         config["recompute_granularity"] = recompute.recompute_granularity

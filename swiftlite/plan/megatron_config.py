@@ -66,6 +66,12 @@ SETTINGS: dict[str, Setting] = {
     "reduce_scatter_with_fp32_accumulation": Setting(
         "DistributedDataParallelConfig", bool, "gradients are sent in bfloat16 and summed over ranks in float32"
     ),
+    "pad_buckets_for_high_nccl_busbw": Setting(
+        "DistributedDataParallelConfig", bool, "buckets are multiples of 65,536 parameters, which NCCL sends faster"
+    ),
+    "nccl_ub": Setting(
+        "DistributedDataParallelConfig", bool, "parameters and gradients are in buffers that are registered with NCCL"
+    ),
     # optimizer/__init__.py, in get_standard_config_overrides and where Adam is created
     "apply_wd_to_qk_layernorm": Setting("OptimizerConfig", bool, "weight decay of the norms of queries and keys"),
     "decoupled_lr": Setting(
@@ -87,7 +93,6 @@ _RENAMED = {
     "moe_enable_deepep": "moe_flex_dispatcher_backend",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
     "params_dtype": "torch_dtype",
     "pipeline_dtype": "torch_dtype",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
@@ -144,6 +149,7 @@ _REASONS = {
     "moe_expert_capacity_factor": _DROPPING,
     "moe_token_dropping": _DROPPING,
     "tp_comm_overlap": _USER_BUFFERS,
+    "distribute_saved_activations": "--sequence_parallel true divides what a layer stores",
 }
 """Why fields that users of megatron-core know have no effect."""
 

@@ -349,17 +349,6 @@ def recompute_options_fit(args: SftArgs, facts: Facts) -> Iterator[Problem]:
             yield f"invalid value for --recompute_modules: {module}", f"use {' or '.join(known)}"
         elif module in needed_kind and architecture and module not in architecture.recompute_modules:
             yield f"--recompute_modules {module}: the model has no {needed_kind[module]}", f"remove {module}"
-    if args.distribute_saved_activations:
-        if args.recompute_granularity != "full":
-            yield (
-                "--distribute_saved_activations requires --recompute_granularity full",
-                "add --recompute_granularity full",
-            )
-        if args.tensor_model_parallel_size == 1 or args.sequence_parallel:
-            yield (
-                "--distribute_saved_activations requires tensor parallelism without sequence parallelism",
-                "use --tensor_model_parallel_size 2 or more and --sequence_parallel false, or remove it",
-            )
 
 
 def gradients_have_the_dtype_of_weights(args: SftArgs, facts: Facts) -> Iterator[Problem]:

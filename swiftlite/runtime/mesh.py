@@ -157,7 +157,6 @@ class Mesh:
                         transformer/moe/shared_experts.py:168, 172, 251 and 255, shared experts with
                         moe_shared_expert_overlap
                         tensor_parallel/cross_entropy.py:131 to 157
-                        tensor_parallel/random.py:524 and 547, distribute_saved_activations
             a step      transformer/moe/moe_utils.py:1070, the update of expert biases
             saving      transformer/module.py:84, the sharded state of modules that keep no group
 

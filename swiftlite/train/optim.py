@@ -56,9 +56,7 @@ def wrap_model(
             use_distributed_optimizer=bool(distributed.use_distributed_optimizer),
             overlap_param_gather=bool(distributed.overlap_param_gather),
             bucket_size=distributed.ddp_bucket_size,
-            pad_buckets_for_high_nccl_busbw=distributed.ddp_pad_buckets_for_high_nccl_busbw,
             num_distributed_optimizer_instances=distributed.num_distributed_optimizer_instances,
-            nccl_ub=distributed.nccl_ub,
             **settings,
         )
         module = chunk

@@ -16,7 +16,7 @@ from swiftlite.args.commands import (
     InferArgs,
     SftArgs,
 )
-from swiftlite.args.config import convert, from_config, near, read_file, write_config
+from swiftlite.args.config import FORMER, convert, from_config, near, read_file, write_config
 from swiftlite.args.docs import options
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.cli.parse import parse
@@ -127,6 +127,22 @@ def test_convert_says_what_it_takes(name, value, problem, hint):
 )
 def test_near(word, expected):
     assert near(word, list(OPTIONS)) == expected
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_run_of_an_earlier_release_is_read(tmp_path, name):
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({"lr": 1e-5, name: False}))
+    assert from_config(SftArgs, file) == SftArgs(lr=1e-5)
+    file.write_text(json.dumps({name: True}))
+    with pytest.raises(OptionError) as error:
+        from_config(SftArgs, file)
+    ((problem, hint),) = error.value.problems
+    assert mentions(problem, name)
+    assert hint == FORMER[name]
+    with pytest.raises(OptionError) as error:
+        parse(SftArgs, ["--" + name, "true"], "megatron sft")
+    assert FORMER[name] in str(error.value)
 
 
 def test_near_suggests_nothing_that_is_not_there():

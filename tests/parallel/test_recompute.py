@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.runtime.distributed import session
@@ -14,7 +13,6 @@ pytestmark = pytest.mark.gloo
 SETTINGS = {
     "none": {},
     **{f"{method} {number}": full(method, number) for method, number in (("uniform", 1), ("uniform", 3), ("block", 2))},
-    "distributed": full("uniform", 3) | {"distribute_saved_activations": True},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
 }
 
@@ -27,7 +25,6 @@ def train_all(sequence_parallel: bool) -> dict[tuple[int, str], dict[str, torch.
             (depth, name): train(make_model(mesh, depth, **options))
             for depth in (1, 2)
             for name, options in SETTINGS.items()
-            if not (sequence_parallel and name == "distributed")  # megatron-core refuses: it is in parts already
         }
 
 
@@ -40,21 +37,4 @@ def trained(request):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ranks_compute_the_same_bits(trained, depth, name):
     for rank in trained:
-        if (depth, name) in rank:
-            assert_same(rank[depth, name], rank[depth, "none"])
-
-
-def stock_distributed() -> None:
-    """Run with megatron-core's own code.
-
-    Without a copy, the MTP layer's checkpoint frees the data of the trunk's states.
-    """
-    layout = ParallelLayout(tensor_model_parallel_size=2)
-    with session(layout) as mesh:
-        states = torch.randn(4, 2, 8, requires_grad=True, device=mesh.device.torch_device) * 1
-        tensor_parallel.checkpoint(torch.exp, True, states)
-        assert states.shape == (4 * 2 * 8 // 2,)
-
-
-def test_stock_checkpoint_takes_the_data_of_its_argument():
-    launch(2, stock_distributed)
+        assert_same(rank[depth, name], rank[depth, "none"])

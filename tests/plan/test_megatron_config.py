@@ -112,16 +112,15 @@ def test_settings_reach_ddp_and_optimizer(hf_model, mesh, monkeypatch):
     monkeypatch.setattr(stock_buffers, "dist_reduce_scatter_func", before := stock_buffers.dist_reduce_scatter_func)
     args = SftArgs(train_iters=2, megatron_config=VALUES, use_distributed_optimizer=True, grad_reduce_in_bf16=True)
     assert list(setting_problems(args.megatron_config)) == []
+    buffers_on_gpus = {"nccl_ub": False}  # tests/train/test_megatron_options.py
     model_settings = {"moe_z_loss_coeff": 0.25}
     chunks, _ = open_model(hf_model, mesh, dtype=torch.bfloat16, mcore_config=model_settings)
     assert all(chunk.config.moe_z_loss_coeff == 0.25 for chunk in chunks)
     given = settings_of(args.megatron_config, "DistributedDataParallelConfig")
+    assert given == GIVEN["DistributedDataParallelConfig"]
+    given |= buffers_on_gpus
     wrapped = optim.wrap_model(chunks, mesh, torch.bfloat16, args, given)
-    assert (
-        {name: getattr(wrapped[0].ddp_config, name) for name in given}
-        == given
-        == GIVEN["DistributedDataParallelConfig"]
-    )
+    assert {name: getattr(wrapped[0].ddp_config, name) for name in given} == given
     assert stock_buffers.dist_reduce_scatter_func is not before
     plan = make_plan(args, 1, Heads(1))
     optimizer, _ = optim.make_optimizer(args, plan, make_schedule(args, 1), wrapped, mesh)
@@ -180,7 +179,6 @@ def test_settings_of_every_family_are_refused(tmp_path):
         ({"moe_z_loss_coeff": True}, "moe_z_loss_coeff true 0", ""),
         ({"moe_z_loss_coeff": math.inf}, "moe_z_loss_coeff Infinity finite 0", ""),
         ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload", "--optimizer_cpu_offload"),
-        ({"nccl_ub": True}, "nccl_ub", "--nccl_ub"),
         ({"moe_enable_deepep": True}, "moe_enable_deepep", "--moe_flex_dispatcher_backend"),
         ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type", "--moe_token_dispatcher_type"),
         ({"decoupled_lr": "0.1"}, 'decoupled_lr "0.1"', ""),

@@ -248,10 +248,6 @@ def test_all_problems_come_together(here):
             dataclasses.replace(SFT, ddp_bucket_size=1000, overlap_grad_reduce=False),
             "--ddp_bucket_size 1000 --overlap_grad_reduce",
         ),
-        (
-            dataclasses.replace(SFT, ddp_pad_buckets_for_high_nccl_busbw=True, use_distributed_optimizer=False),
-            "--ddp_pad_buckets_for_high_nccl_busbw true --use_distributed_optimizer",
-        ),
     ],
 )
 def test_a_setting_without_effect_is_noted(here, args, note):

@@ -108,19 +108,12 @@ def test_an_optimizer_that_cannot_leave_the_gpu(here, gpu, options, problem):
     assert any(mentions(text, problem) for text, _ in found), found
 
 
-def test_buffers_of_nccl_are_on_gpus(here, no_gpu):
-    ((problem, hint),) = problems(2, nccl_ub=True)
-    assert mentions(problem, "--nccl_ub GPUs")
-    assert mentions(hint, "--nccl_ub")
-
-
 def test_buffers_of_nccl_are_no_expandable_segments(here, gpu, monkeypatch):
-    args = dataclasses.replace(SFT, nccl_ub=True)
+    args = dataclasses.replace(SFT, megatron_config={"nccl_ub": True})
     assert rules.check(args, 2) == []
-    assert mention_each(rules.check(args, 1), ["--nccl_ub true"])
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     ((problem, hint),) = problems_of(args, 2)
-    assert mentions(problem, "--nccl_ub PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert mentions(problem, "nccl_ub --megatron_config PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     assert mentions(hint, "PYTORCH_CUDA_ALLOC_CONF")
 
 

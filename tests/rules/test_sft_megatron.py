@@ -27,6 +27,12 @@ def having(settings, **changes):
             {"use_distributed_optimizer": True},
             "--grad_reduce_in_bf16",
         ),
+        (
+            {"pad_buckets_for_high_nccl_busbw": True},
+            {"use_distributed_optimizer": False},
+            "--use_distributed_optimizer",
+        ),
+        ({"nccl_ub": True}, {}, "GPUs"),
         ({"decoupled_lr": 0.1}, {"mtp_mode": "heads_only", "model": "mtp2"}, "--mtp_mode heads_only"),
         ({"decoupled_lr": 0.1}, {"tuner_type": "lora"}, "--tuner_type lora"),
         ({"decoupled_min_lr": 0.0}, {}, "decoupled_lr"),

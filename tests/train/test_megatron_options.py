@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.fields import DistributedArgs, MoeArgs
+from swiftlite.args.fields import MoeArgs
 from swiftlite.families.resolved import resolve
 from swiftlite.model.build import build_config
 from swiftlite.model.open import build_hf_model
@@ -60,7 +60,7 @@ def test_nccl_ub_reaches_the_config(mesh, tmp_path, monkeypatch, value):
     # megatron-core refuses expandable segments with nccl_ub; swiftlite's own start-up sets them for other runs.
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     with pytest.raises(Reached) as reached:
-        optim.wrap_model(chunks, mesh, torch.float32, DistributedArgs(nccl_ub=value))
+        optim.wrap_model(chunks, mesh, torch.float32, settings={"nccl_ub": value})
     assert reached.value.args == (value,)
 
 

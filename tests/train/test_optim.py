@@ -218,18 +218,19 @@ def test_learning_rates_of_the_vision_tower(mesh, tmp_path):
 def test_buckets_reach_megatron_and_divide_the_gradients(chunks, mesh):
     distributed = DistributedArgs(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=5000)
     numbers = []
-    for chosen in (
-        replace(distributed, ddp_bucket_size=None),
-        distributed,
-        replace(distributed, ddp_pad_buckets_for_high_nccl_busbw=True),
+    for chosen, is_padded in (
+        (replace(distributed, ddp_bucket_size=None), False),
+        (distributed, False),
+        (distributed, True),
     ):
-        (wrapped,) = wrap_model(chunks, mesh, torch.float32, chosen)
+        settings = {"pad_buckets_for_high_nccl_busbw": is_padded}
+        (wrapped,) = wrap_model(chunks, mesh, torch.float32, chosen, settings)
         config = wrapped.ddp_config
         assert config.bucket_size == (chosen.ddp_bucket_size or 40_000_000)
-        assert config.pad_buckets_for_high_nccl_busbw == chosen.ddp_pad_buckets_for_high_nccl_busbw
+        assert config.pad_buckets_for_high_nccl_busbw == is_padded
         buffers: Any = wrapped.buffers  # a list, unlike that of other modules
         sizes = [bucket.grad_data.numel() for buffer in buffers for bucket in buffer.buckets]
-        multiple = 2**16 if chosen.ddp_pad_buckets_for_high_nccl_busbw else 128
+        multiple = 2**16 if is_padded else 128
         assert all(size % multiple == 0 for size in sizes)
         numbers.append(len(sizes))
     assert numbers[0] == 1

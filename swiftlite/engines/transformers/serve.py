@@ -34,6 +34,13 @@ MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 MAX_BYTES = 16_000_000
 """Maximum size of a request."""
+NOT_SUPPORTED = (
+    *("best_of", "frequency_penalty", "logit_bias", "presence_penalty", "response_format", "stream", "suffix"),
+    *("allowed_token_ids", "bad_words", "ignore_eos", "min_tokens", "prompt_logprobs", "stop_token_ids"),
+    "structured_outputs",
+)
+"""Fields of OpenAI's and vLLM's requests that would change the answer. A request with one of them is refused, unless
+its value requests nothing."""
 
 
 class Service:
@@ -97,7 +104,9 @@ class Service:
             raise ValueError("messages is missing or empty")
         if content.get("chat_template_kwargs"):
             raise ValueError("chat_template_kwargs of a request are not supported; they are an option of the server")
-        ids = self._template.encode_prompt(messages, content.get("tools"))
+        if content.get("logprobs"):
+            raise ValueError("logprobs are only returned by /v1/completions")
+        ids = self._template.encode_prompt([_with_text(message) for message in messages], content.get("tools"))
         choice = await self._complete(ids, content | {"max_tokens": _max_tokens(content, self._engine.max_length)})
         message = {"role": "assistant", "content": choice["text"]}
         choices = [{"index": 0, "message": message, "finish_reason": choice["finish_reason"], "usage": choice["usage"]}]
@@ -193,6 +202,30 @@ def _max_tokens(content: dict[str, Any], default: int) -> int:
     return number
 
 
+def _with_text(message: Any) -> dict[str, Any]:
+    """Return a message whose text may have been sent in parts, which vLLM joins with line breaks as well."""
+    if not isinstance(message, dict):
+        raise ValueError("a message is not an object with role and content")
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        if part.get("type") != "text":
+            raise ValueError(f"a part of a message is {part.get('type')!r}; this server reads only text")
+    return message | {"content": "\n".join(part["text"] for part in parts)}
+
+
+def _check_supported(content: dict[str, Any]) -> None:
+    """Refuse a request with a field that this server would ignore.
+
+    Raises:
+        ValueError: the request has such a field.
+    """
+    for name in NOT_SUPPORTED:
+        if content.get(name) and content[name] != {"type": "text"}:  # the default of response_format
+            raise ValueError(f"{name} is not supported by this server")
+
+
 def _stops(content: dict[str, Any]) -> list[str]:
     stops = content.get("stop") or []
     if isinstance(stops, str):
@@ -206,8 +239,7 @@ def _checked(answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> C
     async def respond(request: web.Request) -> web.Response:
         try:
             content = await request.json()
-            if content.get("stream"):
-                raise ValueError("answers are not streamed")
+            _check_supported(content)
             return web.json_response(await answer(content))
         except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             problem = {"message": str(error) or type(error).__name__, "type": "invalid_request_error"}

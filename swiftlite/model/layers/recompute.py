@@ -53,29 +53,18 @@ def checkpoint(
     """Call `function(hidden_states, *others)`, storing only its arguments for the backward pass.
 
     Only tensors with gradients are passed as arguments. Masks, rotary embeddings and packing descriptors belong in the
-    closure of `function`, where they do not have to be tensors. With `distribute_saved_activations`, each
-    tensor-parallel rank stores a part of `hidden_states`.
+    closure of `function`, where they do not have to be tensors. Each tensor-parallel rank stores all of
+    `hidden_states`; sequence parallelism already divides them.
     """
     if torch.is_grad_enabled() and not hidden_states.requires_grad:
         # The result has a gradient only if an argument has one: with a frozen trunk the layer would not be trained.
         hidden_states = hidden_states.detach().requires_grad_()
-    if config.distribute_saved_activations:
-        # megatron-core replaces the data of the tensor by this rank's part (random.py:529). The output layer also uses
-        # the input of an MTP layer, and the pipeline schedule uses the input of a stage.
-        hidden_states = hidden_states.clone()
     if config.fp8 or config.fp4:
         # Transformer Engine's function also restores the state of its quantizers; FP8 and FP4 are its autocast.
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
-        return te_checkpoint(
-            function,
-            config.distribute_saved_activations,
-            tensor_parallel.get_cuda_rng_tracker,
-            tp_group,
-            hidden_states,
-            *others,
-        )
-    output = _Checkpoint.apply(function, config.distribute_saved_activations, hidden_states, *others)
+        return te_checkpoint(function, False, tensor_parallel.get_cuda_rng_tracker, tp_group, hidden_states, *others)
+    output = _Checkpoint.apply(function, False, hidden_states, *others)  # False: distribute_saved_activations
     assert output is not None
     return output
 

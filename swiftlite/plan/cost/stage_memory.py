@@ -469,8 +469,6 @@ def _recompute(setup: Setup, layers: list[int], boundary: int) -> tuple[int, int
     recompute, number = setup.recompute, setup.recompute.recompute_num_layers
     if recompute.recompute_granularity != "full" or not layers:
         return sum(layers), 0
-    if recompute.distribute_saved_activations and not setup.layout.sequence_parallel:
-        boundary //= setup.layout.tensor_model_parallel_size
     if recompute.recompute_method == "block":  # each of the first layers separately
         return len(layers[:number]) * boundary + sum(layers[number:]), max(layers[:number])
     spans = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]

@@ -235,15 +235,10 @@ def _idle_of_processes(args: SftArgs, facts: Facts) -> Idle:
     distributed = sft_communication.distributed_in(args, facts)
     return {
         "ddp_bucket_size": (not distributed.overlap_grad_reduce, "--overlap_grad_reduce is not true"),
-        "ddp_pad_buckets_for_high_nccl_busbw": (
-            not distributed.use_distributed_optimizer,
-            "--use_distributed_optimizer is not true",
-        ),
         "moe_flex_dispatcher_backend": (
             args.moe_token_dispatcher_type != "flex",
             "--moe_token_dispatcher_type is not flex",
         ),
-        "nccl_ub": (facts.world_size == 1, "there is one process"),
     }
 
 

@@ -55,14 +55,11 @@ def optimizer_can_leave_the_gpu(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def nccl_can_register_buffers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if not args.nccl_ub:
-        return
-    if not facts.machine.is_cuda:
-        yield "--nccl_ub true requires GPUs, whose memory NCCL registers", "remove --nccl_ub"
+    if (args.megatron_config or {}).get("nccl_ub") is not True or not facts.machine.is_cuda:
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:True" in os.environ.get(name, ""):
-            yield f"--nccl_ub true does not support {name}=expandable_segments:True", f"unset {name}"
+            yield f"nccl_ub of --megatron_config does not support {name}=expandable_segments:True", f"unset {name}"
 
 
 def tokens_reach_their_experts(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -71,11 +71,22 @@ def _interleaved(args: SftArgs, facts: Facts) -> str:
 
 
 def _reduced_in_bfloat16(args: SftArgs, facts: Facts) -> str:
-    distributed = distributed_in(args, facts)
-    if not distributed.use_distributed_optimizer:
+    if missing := _sharded_optimizer(args, facts):
+        return missing
+    return "" if args.grad_reduce_in_bf16 else "--grad_reduce_in_bf16 is not true"
+
+
+def _sharded_optimizer(args: SftArgs, facts: Facts) -> str:
+    if not distributed_in(args, facts).use_distributed_optimizer:
         return "--use_distributed_optimizer is not true"
-    if not distributed.grad_reduce_in_bf16:
-        return "--grad_reduce_in_bf16 is not true"
+    return ""
+
+
+def _registered_with_nccl(args: SftArgs, facts: Facts) -> str:
+    if not facts.machine.is_cuda:
+        return "NCCL registers the memory of GPUs, and the run is on CPUs"
+    if facts.world_size == 1:
+        return "there is one process"
     return ""
 
 
@@ -128,6 +139,8 @@ _MISSING: dict[str, Callable[[SftArgs, Facts], str]] = {
     "moe_permute_fusion": _sorted_by_kernels,
     "moe_router_force_load_balancing": _experts,
     "moe_z_loss_coeff": _experts,
+    "nccl_ub": _registered_with_nccl,
     "overlap_p2p_comm_warmup_flush": _interleaved,
+    "pad_buckets_for_high_nccl_busbw": _sharded_optimizer,
     "reduce_scatter_with_fp32_accumulation": _reduced_in_bfloat16,
 }

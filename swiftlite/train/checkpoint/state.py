@@ -83,8 +83,7 @@ class CheckpointState:
         consumed: zeros in checkpoints of earlier releases.
         lora: adapters of the model; None without adapters.
         base: the model that adapters belong to, or from which an export reads a frozen trunk.
-        streams_trunk: whether the checkpoint has no decoder layers (--stream_trunk), so that exports read those of
-            `base`.
+        streams_trunk: whether the checkpoint has no decoder layers, so that exports read those of `base`.
         quantized_trunk: whether exports keep the files of the quantized trunk of `base`.
         version: version of this format.
     """

@@ -15,7 +15,7 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling
 from swiftlite.engines.server.metrics import read_draft_counts, read_throughput
 from swiftlite.engines.transformers.engine import TransformersEngine
-from swiftlite.engines.transformers.serve import Service
+from swiftlite.engines.transformers.serve import NOT_SUPPORTED, Service
 from swiftlite.engines.transformers.server import PREFIX
 from swiftlite.families.resolved import HfModel, resolve
 from tests.tiny import make_tiny_hf
@@ -119,6 +119,28 @@ def test_a_chat_is_a_completion_of_its_template(model):
     assert chatted["choices"][0]["message"] == {"role": "assistant", "content": completed["choices"][0]["text"]}
 
 
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}], "logprobs": True}, "logprobs"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"messages": ["word1"]}, "message"),
+    ],
+)
+def test_invalid_chats_are_refused(model, content, word):
+    status, found = answer(model, "/v1/chat/completions", **content)
+    assert status == 400
+    assert word in json.dumps(found)
+
+
+def test_a_text_in_parts_is_one_text(model):
+    parts = [{"type": "text", "text": "word1"}, {"type": "text", "text": "number2"}]
+    contents = [parts, "word1\nnumber2"]
+    chats = [answer(model, "/v1/chat/completions", messages=[{"role": "user", "content": each}]) for each in contents]
+    assert chats[0][1]["usage"] == chats[1][1]["usage"]
+    assert {status for status, _ in chats} == {200}
+
+
 def test_variables_of_the_template_are_an_option_of_the_server(model):
     messages = [{"role": "user", "content": "word1"}]
     kwargs = {"enable_thinking": False}
@@ -143,7 +165,7 @@ def test_a_stop_text_ends_an_answer(model):
         ({"prompt": []}, "prompt"),
         ({"prompt": [10**9]}, "1000000000"),
         ({"prompt": [-1]}, "-1"),
-        ({"prompt": PROMPT, "stream": True}, "streamed"),
+        *(({"prompt": PROMPT, name: True}, name) for name in NOT_SUPPORTED),
         ({"prompt": PROMPT * 1000}, "6000"),
         ({"prompt": PROMPT, "max_tokens": "x"}, "x"),
         ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
