@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
@@ -19,11 +19,9 @@ from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.families import Family
 from swiftlite.families.drafters import DRAFTERS, DrafterOptions, with_drafter
+from swiftlite.families.serving.convention import Convention
+from swiftlite.families.serving.index import CONVENTIONS
 from swiftlite.runtime.environment import has_bfloat16_instructions, sees_gpu
-
-if TYPE_CHECKING:
-    from swiftlite.families import Family
-    from swiftlite.families.serving.convention import Convention
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,6 @@ class EngineInfo:
         distributions: possible names of the package's pip distribution.
         install: command to install the package.
         adapter: name of the `Engine` class, which is called with an `EngineConfig`.
-        convention: name of the function that maps a `Family` to the `Convention` with which the engine runs the
-            family's heads. The function returns None for a family that was not measured.
         measured: prefix of the engine's version with which conventions were measured; "" if conventions are the same in
             all versions.
         is_required: whether the package is a dependency of swiftlite.
@@ -125,7 +121,6 @@ class EngineInfo:
     distributions: tuple[str, ...]
     install: str
     adapter: str
-    convention: str
     locate: str = ""
     measured: str = ""
     is_required: bool = False
@@ -298,13 +293,15 @@ class EngineInfo:
                 "use --temperature 0, --speculative none, or --infer_backend transformers",
             )
 
-    def convention_for(self, family: "Family") -> "Convention":
+    def convention_for(self, family: Family) -> Convention:
         """Return the convention with which the engine runs the heads of a family.
+
+        It is that of `families/serving/index.py`.
 
         Raises:
             UserError: the convention was not measured.
         """
-        found = resolve_name(self.convention)(family)
+        found = CONVENTIONS[self.name](family)
         if found is None:
             raise UserError(
                 f"{self.label} is not supported for MTP heads of {family.name}: its inputs of the heads are unknown",

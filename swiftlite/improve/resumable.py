@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -24,10 +24,14 @@ class Resumable:
 
     Attributes:
         settings: options that a resumed command must not change.
+        seconds: seconds of each completed step by its name, such as "round-1/answers".
+        unfinished: seconds so far of each step that is running or was interrupted.
     """
 
     FILE: ClassVar[str]
     settings: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+    unfinished: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(

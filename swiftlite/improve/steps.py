@@ -15,28 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from swiftlite.args.commands import AdaptArgs, SpeedupArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
+from swiftlite.improve.resumable import Resumable
 from swiftlite.runtime.parent import exit_with_parent
 
 SECONDS_BETWEEN_WRITES = 5
-
-
-class Progress(Protocol):
-    """The state of a command that runs steps, in a file of its output directory.
-
-    Attributes:
-        seconds: seconds of each completed step by its name.
-        unfinished: seconds so far of each step that is running or was interrupted.
-    """
-
-    seconds: dict[str, float]
-    unfinished: dict[str, float]
-
-    def write(self, directory: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,12 +63,12 @@ def export_step(name: str, directory: Path) -> CommandStep:
     return CommandStep(f"{name}/export", words, output / "config.json", is_atomic=True)
 
 
-def is_complete(step: CommandStep, progress: Progress) -> bool:
+def is_complete(step: CommandStep, progress: Resumable) -> bool:
     """Return whether a step has run, and its result still exists."""
     return step.name in progress.seconds and step.result.exists()
 
 
-def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
+def run_step(step: CommandStep, progress: Resumable, directory: Path) -> None:
     """Run a step unless it is complete, and record its duration, including the duration of interrupted attempts.
 
     An interrupted step runs again. All commands resume from their files, except `bench`, which starts from the

@@ -5,6 +5,7 @@ and norms start with `mtp.heads.{k}`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ def heads_of(hf_config: PreTrainedConfig) -> Heads:
     language model.
     """
     return Heads.from_config({**vars(hf_config), **vars(hf_config.get_text_config())})
+
+
+def changed(config: Any, **values: Any) -> Any:
+    """Return a copy of a config of transformers with other values, for a layer that differs from those of the trunk."""
+    config = deepcopy(config)
+    config.update(values)
+    return config
 
 
 class Trunk(torch.nn.Module):

@@ -51,7 +51,6 @@ SGLANG = EngineInfo(
     distributions=("sglang",),
     install="pip install sglang (requires CUDA)",
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
-    convention="swiftlite.families.serving.sglang:convention",
     measured="0.5.23",
     drafters=(MTP, eagle3.KIND, *dflash.KINDS, gemma4_assistant.KIND),
     without_draft_vocab=dflash.KINDS,

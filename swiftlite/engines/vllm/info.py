@@ -44,7 +44,6 @@ VLLM = EngineInfo(
         "then pip install -r requirements/vllm.txt"
     ),
     adapter="swiftlite.engines.vllm.engine:VllmEngine",
-    convention="swiftlite.families.serving.vllm:convention",
     measured="0.32.",
     supports_images=True,
     image_packages=("torchvision",),

@@ -46,6 +46,7 @@ from swiftlite.engines.loading.head_weights import (
     ExpertMapping,
     Trunk,
     Weights,
+    changed,
     fill,
     heads_of,
     own_sinks,
@@ -121,9 +122,7 @@ class WindowOfOthers(nn.Module):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         if config.model_type == "mimo_v2_flash":
-            config = deepcopy(config)
-            config.rope_parameters = None
-            config.sliding_window_size -= 1
+            config = changed(config, rope_parameters=None, sliding_window_size=config.sliding_window_size - 1)
         super().__init__(config, *args, **kwargs)
 
     def get_attention_sliding_window_size(self) -> int:
@@ -448,8 +447,7 @@ class Gemma3Layer(gemma3_causal.Gemma3DecoderLayer):
     """A layer of Gemma 3 that sees all tokens, with its own rotary embeddings."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
-        config = deepcopy(config)
-        config.layer_types = ["full_attention"]
+        config = changed(config, layer_types=["full_attention"])
         super().__init__(0, config, quant_config, prefix)
         config.rope_parameters = config.rope_parameters["full_attention"]  # as SGLang's model does
         self.rotary_emb = gemma3_causal.Gemma3RotaryEmbedding(config=config)
@@ -482,11 +480,9 @@ class GptOssLayer(gpt_oss.GptOssDecoderLayer):
     """A layer of gpt-oss without a window."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
-        config = deepcopy(config)
-        config.layer_types = ["full_attention"]
         if quant_config is not None and quant_config.get_name() == "mxfp4":
             quant_config = None  # of the trunk; experts of heads are plain
-        super().__init__(config, 0, quant_config, prefix)
+        super().__init__(changed(config, layer_types=["full_attention"]), 0, quant_config, prefix)
 
 
 class GptOssForCausalLMMTP(MtpDraft):
@@ -551,9 +547,7 @@ class Olmo2Layer(olmo2.Olmo2DecoderLayer):
     """A layer of OLMo 2, or of OLMo 3 without a window."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
-        config = deepcopy(config)
-        config.layer_types = ["full_attention"]
-        super().__init__(config, 0, quant_config, prefix)
+        super().__init__(changed(config, layer_types=["full_attention"]), 0, quant_config, prefix)
 
 
 class SmolLM3ForCausalLMMTP(MtpDraft):
