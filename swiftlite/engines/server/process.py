@@ -134,8 +134,8 @@ def serve_with_short_log(command: ServerCommand, what: str, hint: str = "") -> I
     """Start a server like `serve`, with a log that is deleted at the end.
 
     Raises:
-        UserError: the server ended before it was healthy. The problem begins with `what`; the hint of `serve` would name
-            the log.
+        UserError: the server ended before it was healthy. The problem begins with `what`; the hint of `serve` would
+            name the log.
     """
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-server-"))
