@@ -1,6 +1,6 @@
 """Define model families (architectures), one file each.
 
-`index.py` lists them, and `resolved.py` finds a model's family.
+`index.py` finds them in `models/`, and `resolved.py` finds a model's family.
 
 Families contain only declarations: they use the bridge rows of `bridge`, and do not import torch, transformers or
 megatron-core. `model/` builds models from them; `plan/` and `plan/cost/` read their sizes.

@@ -63,18 +63,9 @@ class NoMlp(_Absent):
     """The MLP of a layer that has only attention."""
 
     norms_input: ClassVar[bool] = True
-
-    @property
-    def experts(self) -> int:
-        return 0
-
-    @property
-    def topk(self) -> int:
-        return 0
-
-    @property
-    def splits_experts(self) -> bool:
-        return False
+    experts = 0
+    topk = 0
+    splits_experts = False
 
     @property
     def expert_split(self) -> dict[str, int]:

@@ -60,6 +60,7 @@ class GroupedQueryAttention:
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = False
+    indexer = None
 
     hidden: int
     heads: int
@@ -87,10 +88,6 @@ class GroupedQueryAttention:
     keeps_keys: bool = False
     hf_heads: str = "num_attention_heads"
     hf_groups: str = "num_key_value_heads"
-
-    @property
-    def indexer(self) -> None:
-        return None
 
     @property
     def tensor_split(self) -> dict[str, int]:
@@ -292,6 +289,7 @@ class LatentAttention:
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
     is_recurrent: ClassVar[bool] = False
+    window = None
 
     hidden: int
     heads: int
@@ -303,10 +301,6 @@ class LatentAttention:
     hf_rope: Mapping[str, Any]
     rope_interleave: bool = True
     indexer: Indexer | None = None
-
-    @property
-    def window(self) -> None:
-        return None
 
     @property
     def rotary(self) -> int:

@@ -5,8 +5,9 @@ simplest family.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from swiftlite.base.errors import UserError
@@ -16,7 +17,7 @@ from swiftlite.bridge.join import COPY, Join
 from swiftlite.bridge.rows import Row
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
-from swiftlite.families.family import HfConfig, MtpLayout
+from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 
@@ -273,15 +274,26 @@ def frame_rows(
     return rows
 
 
-_HEAD_KEY = re.compile(r"mtp\.(?:(?:heads|layers)\.(\d+)\.)?")
+def numbered(pattern: str) -> Callable[[HfConfig, str], int | None]:
+    """Return a function for `MtpLayout.head_of` that finds the number of the head in the name of a tensor.
 
+    Args:
+        pattern: regular expression of the beginning of the names. Its group is the number, 0 if it is empty or absent.
+    """
 
-def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
-    match = _HEAD_KEY.match(hf_key)
-    if match is None:
-        return None
-    return int(match.group(1) or 0)
+    def head_of(hf_config: HfConfig, hf_key: str) -> int | None:
+        match = re.match(pattern, hf_key)
+        if match is None:
+            return None
+        return int(match.group(1) or 0)
+
+    return head_of
 
 
 # For families whose published models have no heads.
-QWEN3_NEXT_HEADS = MtpLayout(_head_of, lambda hf_config, head: f"mtp.layers.{head}.", _frame_rows)
+QWEN3_NEXT_HEADS = MtpLayout(
+    numbered(r"mtp\.(?:(?:heads|layers)\.(\d+)\.)?"), lambda hf_config, head: f"mtp.layers.{head}.", _frame_rows
+)
+
+# The most frequent modules outside of the layers, and the names of heads for families whose published models have none.
+family = partial(Family, outside=outside, mtp=QWEN3_NEXT_HEADS)

@@ -33,7 +33,7 @@ from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families import eagle3
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
-from swiftlite.families.drafter import Drafter, DrafterSizes
+from swiftlite.families.drafter import Drafter, DrafterSizes, feature_problems, layer_problems
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 
@@ -194,16 +194,12 @@ def _sources(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, str
 
 
 def _problems(hf_config: HfConfig) -> list[str]:
-    declared, problems = hf_config[DRAFTER_KEY], []
-    features, layers, mask = (declared.get(key) for key in (FEATURES_KEY, LAYERS_KEY, MASK_KEY))
+    declared = hf_config[DRAFTER_KEY]
+    layers, mask = (declared.get(key) for key in (LAYERS_KEY, MASK_KEY))
+    problems = feature_problems(hf_config)
     if hf_config.get("num_hidden_layers") == 1:
-        problems.append("it requires a model with two decoder layers or more")
-    elif not features:
-        problems.append(f"{FEATURES_KEY} is missing")
-    elif isinstance(features, list) and features[0] == 0:
-        problems.append(f"{FEATURES_KEY} has layer 0, whose input is the embedding")
-    if declared.get("layers") not in (0, 1):
-        problems.append("layers is not 0 or 1")
+        problems = ["it requires a model with two decoder layers or more"]
+    problems += layer_problems(hf_config)
     if type(layers) is not int or not 1 <= layers <= MAX_DECODER_LAYERS:
         problems.append(f"{LAYERS_KEY} is not an integer from 1 to {MAX_DECODER_LAYERS}")
     vocab = hf_config.get("vocab_size")

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.base.drafting import Drafting
+from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY
 from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import HfConfig, Row
 from swiftlite.families.layer import Layer
@@ -33,6 +34,23 @@ def no_copies(family: "Family", hf_config: HfConfig, layer: int) -> dict[str, st
     return {}
 
 
+def feature_problems(hf_config: HfConfig) -> list[str]:
+    """Return a problem if config.json declares no features, or layer 0, whose input is the embedding."""
+    features = hf_config[DRAFTER_KEY].get(FEATURES_KEY)
+    if not features:
+        return [f"{FEATURES_KEY} is missing"]
+    if isinstance(features, list) and features[0] == 0:
+        return [f"{FEATURES_KEY} has layer 0, whose input is the embedding"]
+    return []
+
+
+def layer_problems(hf_config: HfConfig) -> list[str]:
+    """Return a problem if config.json declares several layers, for drafters that consist of a single one."""
+    if hf_config[DRAFTER_KEY].get("layers") in (0, 1):
+        return []
+    return ["layers is not 0 or 1"]
+
+
 def sources_of_head(family: "Family", hf_config: HfConfig, head: int) -> dict[str, str]:
     """Return the parameters of the trunk's last decoder layer with the same attention and MLP, or of two layers, one
     for each, and of what follows the last layer."""
@@ -44,16 +62,6 @@ def sources_of_head(family: "Family", hf_config: HfConfig, head: int) -> dict[st
         layer = mlp if row.mcore.startswith(_OF_MLP) else attention
         sources[f"{prefix}transformer_layer.{row.mcore}"] = f"decoder.layers.{layer}.{row.mcore}"
     return sources
-
-
-def no_config(family: "Family", hf_config: HfConfig, layers: int) -> dict[str, Any]:
-    """Return an empty mapping, for drafters that are declared only by `Heads`."""
-    return {}
-
-
-def state_after_norm(family: "Family", hf_config: HfConfig) -> Drafting:
-    """Return the inputs of drafters that read the trunk's state after its final norm."""
-    return Drafting()
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,8 @@ class Drafter:
     layer_of: Callable[["Family", HfConfig, str], int | None]
     copies: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
     sources: Callable[["Family", HfConfig, int], dict[str, str]] = no_copies
-    config: Callable[["Family", HfConfig, int], dict[str, Any]] = no_config
-    drafting: Callable[["Family", HfConfig], Drafting] = state_after_norm
+    config: Callable[["Family", HfConfig, int], dict[str, Any]] = lambda family, hf_config, layers: {}
+    drafting: Callable[["Family", HfConfig], Drafting] = lambda family, hf_config: Drafting()
     problems: Callable[[HfConfig], list[str]] = lambda hf_config: []
     why_not: Callable[["Family", HfConfig], str] = lambda family, hf_config: ""
     own_config: Callable[["Family", HfConfig], dict[str, Any]] | None = None

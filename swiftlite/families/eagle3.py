@@ -21,7 +21,7 @@ from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, Heads
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
-from swiftlite.families.drafter import Drafter, DrafterSizes
+from swiftlite.families.drafter import Drafter, DrafterSizes, layer_problems
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 
@@ -174,9 +174,7 @@ def _problems(hf_config: HfConfig) -> list[str]:
     problems = [f"{flag} is not true or false" for flag in FLAGS if not isinstance(declared.get(flag, False), bool)]
     if not declared.get(FEATURES_KEY):
         problems.append(f"{FEATURES_KEY} is missing")
-    if declared.get("layers") not in (0, 1):
-        problems.append("layers is not 0 or 1")
-    return problems
+    return problems + layer_problems(hf_config)
 
 
 EAGLE3 = Drafter(

@@ -25,15 +25,6 @@ def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
     return {}
 
 
-def no_config(hf_config: HfConfig, number: int) -> dict[str, Any]:
-    """Return an empty mapping, for families whose config.json describes heads only by their number."""
-    return {}
-
-
-def no_tower(hf_config: HfConfig) -> None:
-    """Return None, for families whose only inputs are tokens."""
-
-
 @dataclass(frozen=True)
 class MtpLayout:
     """The names of MTP heads in a family's HF files. Heads are numbered from 0.
@@ -54,7 +45,7 @@ class MtpLayout:
     frame_rows: Callable[[HfConfig, int], list[Row]]
     copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
     drafting: Drafting = Drafting()
-    config: Callable[[HfConfig, int], dict[str, Any]] = no_config
+    config: Callable[[HfConfig, int], dict[str, Any]] = lambda hf_config, number: {}
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,7 @@ class Family:
     layer: Callable[[HfConfig, int], Layer]
     outside: Callable[[HfConfig], Outside]
     mtp: MtpLayout
-    tower: Callable[[HfConfig], Tower | None] = no_tower
+    tower: Callable[[HfConfig], Tower | None] = lambda hf_config: None
     vision: Callable[[HfConfig], VisionTower] | None = None
     language_model: tuple[str, ...] = ()
     norm_start: float = 1.0

@@ -29,7 +29,7 @@ from swiftlite.bridge.hf_config import OWN_PREFIXES
 from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.drafter import Drafter, DrafterSizes
+from swiftlite.families.drafter import Drafter, DrafterSizes, layer_problems
 from swiftlite.families.gemma4_layers import key_layers, kinds_of_layers, of_full_layers
 from swiftlite.families.layer import Layer
 from swiftlite.families.layer_types import FULL, WINDOW
@@ -268,9 +268,7 @@ def _problems(hf_config: HfConfig) -> list[str]:
         problems.append("layer_types has a kind that the trunk does not have")
     if declared.get(FEATURES_KEY) != _read_layers(hf_config):
         problems.append(f"{FEATURES_KEY} are not the last layers of each kind, {_read_layers(hf_config)}")
-    if declared.get("layers") not in (0, 1):
-        problems.append("layers is not 0 or 1")
-    return problems
+    return problems + layer_problems(hf_config)
 
 
 def _cluster_problems(hf_config: HfConfig) -> list[str]:

@@ -1,105 +1,36 @@
-"""A list of all families, by the `model_type` of Hugging Face."""
+"""Find all families, by the `model_type` of Hugging Face: those that the modules of `models/` define."""
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import kind_of
 from swiftlite.bridge.hf_config import has_tensors
 from swiftlite.data.image_sizes import ImageSizes
-from swiftlite.families import dense
+from swiftlite.families import dense, models
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.dense import refuse
 from swiftlite.families.drafters import is_published
 from swiftlite.families.family import Family, HfConfig
-from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
-from swiftlite.families.models.deepseek_v32 import DEEPSEEK_V32
-from swiftlite.families.models.ernie4_5_moe import ERNIE4_5_MOE
-from swiftlite.families.models.exaone4 import EXAONE4, EXAONE4_5
-from swiftlite.families.models.gemma3 import GEMMA3, GEMMA3_TEXT
-from swiftlite.families.models.gemma4 import GEMMA4, GEMMA4_TEXT, GEMMA4_UNIFIED
-from swiftlite.families.models.glm4_moe import GLM4_MOE
-from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
-from swiftlite.families.models.glm_moe_dsa import GLM_MOE_DSA
-from swiftlite.families.models.gpt_oss import GPT_OSS
-from swiftlite.families.models.granite import GRANITE
-from swiftlite.families.models.hy_v3 import HY_V3
-from swiftlite.families.models.kimi_k2 import KIMI_K2, KIMI_K25
-from swiftlite.families.models.llama import LLAMA
-from swiftlite.families.models.mimo import MIMO
-from swiftlite.families.models.mimo_v2_flash import MIMO_V2_FLASH
-from swiftlite.families.models.minimax_m2 import MINIMAX_M2
-from swiftlite.families.models.mistral import MISTRAL
-from swiftlite.families.models.mistral3 import MISTRAL3
-from swiftlite.families.models.mixtral import MIXTRAL
-from swiftlite.families.models.nemotron_h import NEMOTRON_H
-from swiftlite.families.models.olmo2 import OLMO2
-from swiftlite.families.models.olmo3 import OLMO3
-from swiftlite.families.models.phi3 import PHI3
-from swiftlite.families.models.qwen2 import QWEN2
-from swiftlite.families.models.qwen2_5_vl import QWEN2_5_VL
-from swiftlite.families.models.qwen2_moe import QWEN2_MOE
-from swiftlite.families.models.qwen3 import QWEN3
-from swiftlite.families.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
-from swiftlite.families.models.qwen3_moe import QWEN3_MOE
-from swiftlite.families.models.qwen3_next import QWEN3_NEXT
-from swiftlite.families.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
-from swiftlite.families.models.seed_oss import SEED_OSS
-from swiftlite.families.models.smollm3 import SMOLLM3
-from swiftlite.families.models.step3p5 import STEP3P5, STEP3P7
 from swiftlite.families.rank import Rank
 from swiftlite.families.reward_model import is_reward_model
 from swiftlite.families.values import rope_problems, value_problems
 from swiftlite.families.vision import channels_of
 
-FAMILIES: dict[str, Family] = {
-    "deepseek_v3": DEEPSEEK_V3,
-    "deepseek_v32": DEEPSEEK_V32,
-    "ernie4_5_moe": ERNIE4_5_MOE,
-    "exaone4": EXAONE4,
-    "exaone4_5": EXAONE4_5,
-    "gemma3": GEMMA3,
-    "gemma3_text": GEMMA3_TEXT,
-    "gemma4": GEMMA4,
-    "gemma4_text": GEMMA4_TEXT,
-    "gemma4_unified": GEMMA4_UNIFIED,
-    "glm4_moe": GLM4_MOE,
-    "glm4_moe_lite": GLM4_MOE_LITE,
-    "glm_moe_dsa": GLM_MOE_DSA,
-    "gpt_oss": GPT_OSS,
-    "granite": GRANITE,
-    "hy_v3": HY_V3,
-    "kimi_k2": KIMI_K2,
-    "kimi_k25": KIMI_K25,
-    "llama": LLAMA,
-    "mimo": MIMO,
-    "mimo_v2_flash": MIMO_V2_FLASH,
-    "minimax_m2": MINIMAX_M2,
-    "mistral": MISTRAL,
-    "mistral3": MISTRAL3,
-    "mixtral": MIXTRAL,
-    "nemotron_h": NEMOTRON_H,
-    "olmo2": OLMO2,
-    "olmo3": OLMO3,
-    "phi3": PHI3,
-    "qwen2": QWEN2,
-    "qwen2_5_vl": QWEN2_5_VL,
-    "qwen2_moe": QWEN2_MOE,
-    "qwen3": QWEN3,
-    "qwen3_5": QWEN3_5,
-    "qwen3_5_moe": QWEN3_5_MOE,
-    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
-    "qwen3_5_text": QWEN3_5_TEXT,
-    "qwen3_moe": QWEN3_MOE,
-    "qwen3_next": QWEN3_NEXT,
-    "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": QWEN3_VL_MOE,
-    "seed_oss": SEED_OSS,
-    "smollm3": SMOLLM3,
-    "step3p5": STEP3P5,
-    "step3p7": STEP3P7,
-}
+
+def _all_families() -> dict[str, Family]:
+    """Return every `Family` in the modules of `models/`, by its name."""
+    found: dict[str, Family] = {}
+    for module in iter_modules(models.__path__, f"{models.__name__}."):
+        content = vars(import_module(module.name)).values()
+        found |= {family.name: family for family in content if isinstance(family, Family)}
+    return dict(sorted(found.items()))
+
+
+FAMILIES = _all_families()
 
 
 def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:

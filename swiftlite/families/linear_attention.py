@@ -22,18 +22,9 @@ class WithoutPairs:
     layer_arguments: ClassVar[tuple[str, ...]] = ()
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
-
-    @property
-    def indexer(self) -> None:
-        return None
-
-    @property
-    def window(self) -> None:
-        return None
-
-    @property
-    def rotary(self) -> int:
-        return 0
+    indexer = None
+    window = None
+    rotary = 0
 
     def mcore_config(self) -> dict[str, Any]:
         """Return no arguments, because the module receives its sizes from this object."""

@@ -34,6 +34,9 @@ class Mlp:
     needs_sequence_parallel: ClassVar[str] = ""
     layer_arguments: ClassVar[tuple[str, ...]] = ("ffn_hidden_size",)
     norms_input: ClassVar[bool] = False
+    experts = 0
+    topk = 0
+    splits_experts = False
 
     hidden: int
     ffn: int
@@ -42,20 +45,8 @@ class Mlp:
     limit: float | None = None
 
     @property
-    def experts(self) -> int:
-        return 0
-
-    @property
-    def topk(self) -> int:
-        return 0
-
-    @property
     def tensor_split(self) -> dict[str, int]:
         return {"intermediate_size": self.ffn}
-
-    @property
-    def splits_experts(self) -> bool:
-        return False
 
     @property
     def expert_split(self) -> dict[str, int]:

@@ -5,12 +5,23 @@ first layers, and MTP heads stored as additional decoder layers. See also `model
 """
 
 import re
+from typing import Any
 
 from swiftlite.base.drafting import Drafting
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
 from swiftlite.families.family import HfConfig, MtpLayout
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
+
+SIGMOID_ROUTER = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "aux_loss",
+}
+"""Settings of a router with sigmoids and a bias."""
+
+TINY = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+"""Settings of `Family.tiny` that many families have."""
 
 _REQUIRED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
@@ -53,22 +64,35 @@ def mixture(hf_config: HfConfig) -> MixtureOfExperts:
     groups, chosen = None, None
     if _is_grouped(hf_config):
         groups, chosen = _groups(hf_config)
-    return MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=hf_config["n_routed_experts"],
-        topk=hf_config["num_experts_per_tok"],
-        ffn=hf_config["moe_intermediate_size"],
+    return experts_of(
+        hf_config,
+        "n_routed_experts",
         shared_ffn=hf_config["moe_intermediate_size"] * num_shared(hf_config),
         expert_bias=True,
         router={
-            "moe_router_score_function": "sigmoid",
+            **SIGMOID_ROUTER,
             "moe_router_num_groups": groups,
             "moe_router_group_topk": chosen,
             "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
-            "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "seq_aux_loss",  # as in both papers
         },
     )
+
+
+def experts_of(
+    hf_config: HfConfig,
+    number: str,
+    topk: str = "num_experts_per_tok",
+    ffn: str = "moe_intermediate_size",
+    **options: Any,
+) -> MixtureOfExperts:
+    """Return a mixture of experts whose sizes have these keys in config.json.
+
+    Args:
+        options: further fields of `MixtureOfExperts`.
+    """
+    sizes = {"experts": hf_config[number], "topk": hf_config[topk], "ffn": hf_config[ffn]}
+    return MixtureOfExperts(hidden=hf_config["hidden_size"], **sizes, **options)
 
 
 def num_dense_of_types(hf_config: HfConfig) -> int:

@@ -24,7 +24,7 @@ from swiftlite.base.heads import DRAFTER_KEY, FEATURES_KEY, MTP_FEATURES, Heads
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families import eagle3
 from swiftlite.families.absent import NoAttention
-from swiftlite.families.drafter import Drafter, sources_of_head
+from swiftlite.families.drafter import Drafter, feature_problems, layer_problems, sources_of_head
 
 if TYPE_CHECKING:
     from swiftlite.families.family import Family
@@ -81,24 +81,12 @@ def _rows(family: "Family", hf_config: HfConfig, layer: int) -> list[Row]:
     return lift(rows, f"mtp.layers.{layer}.", "")
 
 
-def _problems(hf_config: HfConfig) -> list[str]:
-    declared, problems = hf_config[DRAFTER_KEY], []
-    features = declared.get(FEATURES_KEY)
-    if not features:
-        problems.append(f"{FEATURES_KEY} is missing")
-    elif isinstance(features, list) and features[0] == 0:
-        problems.append(f"{FEATURES_KEY} has layer 0, whose input is the embedding")
-    if declared.get("layers") not in (0, 1):
-        problems.append("layers is not 0 or 1")
-    return problems
-
-
 FEATURE_HEAD = Drafter(
     rows=_rows,
     sources=sources_of_head,
     layer_of=lambda family, hf_config, hf_key: 0 if hf_key.startswith(_PREFIX) else None,
     drafting=lambda family, hf_config: DRAFTING,
-    problems=_problems,
+    problems=lambda hf_config: feature_problems(hf_config) + layer_problems(hf_config),
     why_not=why_not,
     own_config=own_config,
     vllm_trunks=eagle3.VLLM_TRUNKS,

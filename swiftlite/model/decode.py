@@ -25,6 +25,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from swiftlite.base.errors import UserError
 from swiftlite.model.attention.cache import Cache
+from swiftlite.model.attention.sparse import in_place_of_mask
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.losses import sharing
 from swiftlite.model.ranks import broadcast_from_first_stage
@@ -124,8 +125,9 @@ def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
         (placed,) = by_depth
     embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids, placed)
     with model.features.collected(model.decoder) as features_T1H:
+        mask = in_place_of_mask(model.decoder.layers, new.cache, tokens=None)
         hidden_T1H = model.forward_decoder(
-            embeddings_T1H, _rotary_emb(model, new), cache=new.cache, placed=placed, input_ids=new.input_ids
+            embeddings_T1H, _rotary_emb(model, new), mask=mask, placed=placed, input_ids=new.input_ids
         )
     if any(span.start == 0 for span in new.cache.spans):
         _check_use(model, new.cache)

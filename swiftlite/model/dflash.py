@@ -5,21 +5,20 @@ block, R rotary channels, V vocabulary, r rank of the Markov head.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from swiftlite.model.attention.block_attention import Context, joined
 from swiftlite.model.attention.cache import Cache
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.layers.recompute import checkpoint
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
@@ -32,8 +31,7 @@ class DFlashLayer(DrafterLayer):
     Args:
         config: config of the trunk.
         layer_number: 1.
-        layer: spec of a decoder layer, whose core attention is `BlockAttention`.
-        num_decoder_layers: number of these layers.
+        layers: specs of the decoder layers, whose core attention is `BlockAttention`.
         settings: settings of the decoder layers that replace those of `config`.
         norm: class of the norms of the context and of the output.
         num_features: F.
@@ -49,8 +47,7 @@ class DFlashLayer(DrafterLayer):
         config: TransformerConfig,
         layer_number: int,
         *,
-        layer: ModuleSpec,
-        num_decoder_layers: int,
+        layers: Sequence[ModuleSpec],
         settings: Mapping[str, Any],
         norm: type,
         num_features: int,
@@ -60,11 +57,9 @@ class DFlashLayer(DrafterLayer):
         markov_rank: int,
         **options: Any,
     ):
-        config = copy(config)  # unlike `replace`, it does not derive other fields again
-        for name, value in settings.items():
-            setattr(config, name, value)
         # Attention gets keys of the context in place of a mask, so it must not be recomputed separately.
-        config.recompute_modules = [name for name in config.recompute_modules or () if name != "core_attn"]
+        recomputed = [name for name in config.recompute_modules or () if name != "core_attn"]
+        config = with_settings(config, recompute_modules=recomputed, **settings)
         super().__init__(config, layer_number)
         hidden = config.hidden_size
         self.mask_token = mask_token
@@ -73,12 +68,9 @@ class DFlashLayer(DrafterLayer):
         # and megatron-core sums the gradients.
         self.fc.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.hidden_norm = norm(config, hidden, config.layernorm_epsilon)
-        self.num_decoder_layers = num_decoder_layers
-        for number in range(num_decoder_layers):
-            # Attributes: in a ModuleList, megatron-core would save parts of tensor-parallel ranks as whole tensors.
-            built = build_module(layer, config=config, layer_number=number + 1)
-            built.self_attention.k_layernorm.weight.requires_grad_(False)  # see `families/dflash.py`
-            setattr(self, f"decoder_layer_{number}", built)
+        self.build_layers(layers)
+        for layer in self.decoder_layers:
+            layer.self_attention.k_layernorm.weight.requires_grad_(False)  # see `families/dflash.py`
         self.final_layernorm = norm(config, hidden, config.layernorm_epsilon)
         self.samples_from_anchor = samples_from_anchor
         self.markov_embedding = self.markov_output = None
@@ -86,30 +78,19 @@ class DFlashLayer(DrafterLayer):
             self._add_markov_head(vocab, markov_rank)
 
     def _add_markov_head(self, vocab: int, rank: int) -> None:
-        config, num_ranks = copy(self.config), self.tp_group.size()
+        config, num_ranks = self.config, self.tp_group.size()
         self.markov_embedding = nn.Embedding(vocab, rank, dtype=config.params_dtype)  # whole on every rank, as `fc`
         self.markov_embedding.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        config.sequence_parallel = False  # its inputs are whole rows (`GPTModel.whole_sequence`)
         assert config.init_method is not None
         self.markov_output = ColumnParallelLinear(
             rank,
             -(-vocab // num_ranks) * num_ranks,
-            config=config,
+            config=with_settings(config, sequence_parallel=False),  # its inputs are whole rows (`whole_sequence`)
             init_method=config.init_method,
             bias=False,
             gather_output=False,
             tp_group=self.tp_group,
         )
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The tensor-parallel group, which megatron-core's MTP block does not pass to its layers."""
-        return self.decoder_layers[0].self_attention.linear_proj.tp_group
-
-    @property
-    def decoder_layers(self) -> list[Any]:
-        """The decoder layers, in order."""
-        return [getattr(self, f"decoder_layer_{number}") for number in range(self.num_decoder_layers)]
 
     @property
     def can_leave_out(self) -> bool:

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.base.drafting import Drafting
@@ -84,6 +86,24 @@ class DrafterLayer(MegatronModule, ABC):
         # megatron-core's schedules write the number of the micro-batch to the decoder layer of every layer in `mtp`
         # (pipeline_parallel/schedules.py:215 of 0.16.1).
         setattr(self, MTP_INNER_LAYER, SimpleNamespace())
+
+    def build_layers(self, specs: Sequence[ModuleSpec]) -> None:
+        """Build decoder layers, for a drafter that has some of its own: the modules `decoder_layer_0` and so on."""
+        self._num_decoder_layers = len(specs)
+        for number, spec in enumerate(specs):
+            # Attributes: in a ModuleList, megatron-core would save parts of tensor-parallel ranks as whole tensors.
+            layer = build_module(spec, config=self.config, layer_number=number + 1)
+            setattr(self, f"decoder_layer_{number}", layer)
+
+    @property
+    def decoder_layers(self) -> list[Any]:
+        """The layers of `build_layers`, in order."""
+        return [getattr(self, f"decoder_layer_{number}") for number in range(self._num_decoder_layers)]
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The tensor-parallel group, which megatron-core's MTP block does not pass to its layers."""
+        return self.decoder_layers[0].self_attention.linear_proj.tp_group
 
     def connect(self, read_layers: Sequence[Any]) -> None:
         """Receive the decoder layers of this stage whose inputs are features, for a drafter that uses their modules."""

@@ -4,7 +4,6 @@ Shapes: S sequence, B batch, H hidden size, F features.
 """
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
@@ -39,9 +39,7 @@ class Eagle3Layer(UnrolledLayer):
         norm: type | None,
         **kwargs: Any,
     ):
-        config = copy(config)  # unlike `replace`, it does not derive other fields again
-        for name, value in settings.items():
-            setattr(config, name, value)
+        config = with_settings(config, **settings)
         super().__init__(config, *args, **kwargs)
         hidden = config.hidden_size
         self.fc = nn.Linear(num_features * hidden, hidden, bias=False, dtype=config.params_dtype)

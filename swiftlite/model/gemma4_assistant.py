@@ -6,21 +6,20 @@ channels. In attention, S is the sequence of all sequence-parallel ranks.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.shared_keys import Read
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.layers.recompute import checkpoint
 from swiftlite.model.layers.tensor_parallel import sum_over_sequence_ranks
@@ -56,9 +55,7 @@ class AssistantLayer(DrafterLayer):
         **options: Any,
     ):
         hidden = config.hidden_size
-        config = copy(config)  # unlike `replace`, it does not derive other fields again
-        for name, value in settings.items():
-            setattr(config, name, value)
+        config = with_settings(config, **settings)
         super().__init__(config, layer_number)
         self.reads, self.state_size = reads, config.hidden_size
         self.pre_projection = nn.Linear(2 * hidden, self.state_size, bias=False, dtype=config.params_dtype)
@@ -66,9 +63,7 @@ class AssistantLayer(DrafterLayer):
         self.post_projection.weight.requires_grad_(trains_state)
         for projection in (self.pre_projection, self.post_projection):  # whole on every tensor-parallel rank
             sum_over_sequence_ranks(config, projection.parameters())
-        for number, layer in enumerate(layers):
-            # Attributes: in a ModuleList, megatron-core would save parts of tensor-parallel ranks as whole tensors.
-            setattr(self, f"decoder_layer_{number}", build_module(layer, config=config, layer_number=number + 1))
+        self.build_layers(layers)
         self.final_layernorm = norm(config, self.state_size, config.layernorm_epsilon)
         self.clusters = None
         if clusters:
@@ -78,16 +73,6 @@ class AssistantLayer(DrafterLayer):
     def connect(self, read_layers: Sequence[Any]) -> None:
         """Set the layers of the trunk whose inputs are features, and whose keys and values are read."""
         self._trunk_layers = tuple(read_layers)  # in a tuple, so that they are not registered as submodules
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The tensor-parallel group, which megatron-core's MTP block does not pass to its layers."""
-        return self.decoder_layers[0].self_attention.linear_proj.tp_group
-
-    @property
-    def decoder_layers(self) -> list[Any]:
-        """The decoder layers, in order."""
-        return [getattr(self, f"decoder_layer_{number}") for number in range(len(self.reads))]
 
     @classmethod
     def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hid
 tensor-parallel rank, D MTP depth, R rotary channels.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.rope import RotaryEmbedding, RotaryEmbeddings
 from swiftlite.model.attention.sparse import Selections, in_place_of_mask
 from swiftlite.model.context_parallel import sequence_lengths, zigzag_positions
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.drafter import DrafterLayer, DraftInputs
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.layers.deepstack import Deepstack
@@ -138,9 +138,6 @@ class GPTModel(AddsGradients, McoreGPTModel):
         self.is_teacher = settings.is_teacher
         self.embedding_multiplier = _embedding_multiplier(outside, config.params_dtype)
         self.logits_divisor, self.logits_cap = outside.logits_divisor, outside.logits_cap
-        self.heads_have_output_layers = self.heads.has_output_layer
-        if self.heads.kind == MTP:
-            self.heads_have_output_layers = outside.heads_have_output_layers
         self.has_score = outside.has_score
         if self.has_score and self.post_process:
             self.output_layer = self._make_score()
@@ -158,7 +155,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             pg_collection=pg_collection,
             vp_stage=stage.vp_stage,
         )
-        self._complete_heads()
+        self._complete_heads(outside)
         if self.tower is not None:
             sum_over_sequence_ranks(config, self.tower.parameters())
         self.register_buffer("drafted_rows", self._find_drafted_rows(), persistent=False)
@@ -186,17 +183,20 @@ class GPTModel(AddsGradients, McoreGPTModel):
         score.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         return score
 
-    def _complete_heads(self) -> None:
+    def _complete_heads(self, outside: Outside) -> None:
         """Give the heads on this stage what they share with the trunk, or have themselves: norms and output layers."""
         if not self.mtp_process:
             return
         final_norm: Any = self.decoder.final_layernorm
+        have_output_layers = self.heads.has_output_layer
+        if self.heads.kind == MTP:
+            have_output_layers = outside.heads_have_output_layers
         for head in self.mtp.layers:
             output_norm = getattr(head, "final_layernorm", None)  # only MTP heads have one
             if isinstance(output_norm, SharedNorm):
                 output_norm.of = (final_norm,)  # in a tuple, so that it is not registered as a submodule
                 output_norm.is_detached = self.detached_heads
-            if self.heads_have_output_layers:
+            if have_output_layers:
                 head.output_layer = self._make_output_layer(getattr(head, "state_size", self.config.hidden_size))
             if isinstance(head, DrafterLayer) and self.decoder.holds_layers:
                 head.connect([self.decoder.layers[layer] for layer in self.features.layers])
@@ -335,10 +335,9 @@ class GPTModel(AddsGradients, McoreGPTModel):
             )
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, received)
+            features_SBH = [_NoGradient.apply(each_SBH, received) for each_SBH in features_SBH]
         if isinstance(mask, Selections):
             hidden_SBH = mask.attach_losses(hidden_SBH)
-        if self.trunk_is_frozen and not self.pre_process:
-            features_SBH = [_NoGradient.apply(each_SBH, received) for each_SBH in features_SBH]
         return replace(self.split_decoder_output(hidden_SBH), features_SBH=features_SBH)
 
     def split_decoder_output(self, hidden_SBH: Any) -> StageStates:
@@ -441,7 +440,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         rotary_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
         tokens: RoutedTokens | None = None,
-        cache: Cache | Selections | None = None,
+        mask: Cache | Selections | None = None,
         placed: Placed | None = None,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -452,8 +451,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
                 `set_input_tensor` has set.
             rotary_emb: result of `rotary_emb` for these tokens.
             tokens: description of the tokens for the routers; None: routers do not count their load.
-            cache: in decoding, the cache of the rows, to which these tokens are added; or the result of
-                `in_place_of_mask`.
+            mask: result of `in_place_of_mask`; in decoding, tokens are added to the cache in it.
             placed: outputs of the tower, of which the first layers may add further ones (`Deepstack`).
             input_ids: [B, S]; required on the first stage if layers have inputs of their own.
 
@@ -467,12 +465,10 @@ class GPTModel(AddsGradients, McoreGPTModel):
         # is not possible: the block calls layers with a fixed list of arguments (transformer_block.py:765 of 0.16.1),
         # and a layer passes only the padding mask to its MLP (transformer_layer.py:514). Subclasses would have to
         # repeat both methods. Attributes of modules would not do: pipelines and recomputation interleave micro-batches.
-        if not isinstance(cache, Selections):
-            cache = in_place_of_mask(self.decoder.layers, cache, tokens)
-        shared, layer_input = None, cache
+        shared, layer_input = None, mask
         if self.sharing.is_used:
-            assert not isinstance(cache, Selections)
-            layer_input = shared = self._shared_states(hidden_SBH, input_ids, cache)
+            assert not isinstance(mask, Selections)
+            layer_input = shared = self._shared_states(hidden_SBH, input_ids, mask)
         padding_mask: RoutedTokens | Deepstack | None = tokens
         if placed is not None and placed.deepstack_IH:
             padding_mask = Deepstack(placed.features(self._on_this_sequence_rank(placed.item_BS.T)), tokens)
@@ -654,8 +650,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
     def _make_output_layer(self, size_of_own: int = 0) -> ColumnParallelLinear:
         """Return an output layer: that of the trunk, or a head's own one for states of the given size."""
         # Its input is not split: sequences are gathered before positions are selected (`whole_sequence`).
-        config = copy.copy(self.config)
-        config.sequence_parallel = False
+        config = with_settings(self.config, sequence_parallel=False)
         assert config.init_method is not None
         # A tied output layer on the stage of the MTP layers shares the weight of their embedding. megatron-core would
         # allocate a second, unused weight there, and fail when saving it (gpt_model.py:249, language_module.py:341 of

@@ -12,7 +12,6 @@ Rotary positions are the trunk's (s, not s + k), as in engines when they draft.
 Shapes: S sequence, B batch, H hidden size.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.attention.draft_attention import Draft
 from swiftlite.model.attention.sparse import in_place_of_mask
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.drafter import DraftInputs
 from swiftlite.model.layers.norm import SharedNorm
 from swiftlite.model.layers.recompute import checkpoint
@@ -153,9 +153,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         # Later steps read the keys of the first step, so single layers must not be recomputed in between.
         kept = [module for module in config.recompute_modules or () if module not in ("core_attn", "mla_up_proj")]
-        config = copy.copy(config)
-        config.recompute_modules = kept
-        super().__init__(config, *args, **kwargs)
+        super().__init__(with_settings(config, recompute_modules=kept), *args, **kwargs)
 
     @classmethod
     def draft(cls, layers: Sequence[Any], inputs: DraftInputs) -> list[torch.Tensor]:

@@ -11,7 +11,6 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
 from swiftlite.model.loss.chunked_loss import capped
-from swiftlite.model.loss.clusters import TokenClusters
 from swiftlite.model.loss.losses import sharing
 from swiftlite.model.loss.output_matrix import OutputMatrix
 
@@ -35,14 +34,14 @@ class OutputLayers:
             depth: number (from 0) of the draft whose states these are; None: those of the trunk.
         """
         model = self._model
-        own = None if depth is None else self._own(depth)
+        own = self.own(depth)
         hidden_SBH = model.whole_sequence(hidden_SBH)
         logits_BSV = self._logits(hidden_SBH, own).transpose(0, 1)
         if model.logits_divisor != 1:
             logits_BSV = logits_BSV / model.logits_divisor
         if own is None or not model.heads.has_output_layer:
             return capped(logits_BSV, model.logits_cap)
-        clusters = self._clusters(depth)
+        clusters = getattr(self._head(depth), "clusters", None)
         if clusters is None:
             return logits_BSV
         states_NH = hidden_SBH.transpose(0, 1).flatten(0, 1)
@@ -61,7 +60,7 @@ class OutputLayers:
 
         If there is a draft vocabulary, it has only the rows of the draft vocabulary.
         """
-        model, own = self._model, self._own(depth)
+        model, own = self._model, self.own(depth)
         if own is not None:
             weight: Any = own.weight
             cap = None if model.heads.has_output_layer else self._cap
@@ -70,7 +69,7 @@ class OutputLayers:
                 weight,
                 None,
                 cap,
-                clusters=self._clusters(depth),
+                clusters=getattr(self._head(depth), "clusters", None),
             )
         shared = self.drafted()
         if self._markov is None:
@@ -125,26 +124,18 @@ class OutputLayers:
         model = self._model
         return None if model.logits_cap is None else model.logits_cap / model.temperature
 
-    def _own(self, depth: int) -> ColumnParallelLinear | None:
+    def own(self, depth: int | None) -> ColumnParallelLinear | None:
         """Return the own output layer of the head that drafts token number `depth` (from 0); None without one."""
-        model = self._model
-        if not model.heads_have_output_layers:
-            return None
-        head: Any = model.mtp.layers[depth // model.heads.unroll]
-        return head.output_layer
+        return getattr(self._head(depth), "output_layer", None)
 
-    def _clusters(self, depth: int | None) -> TokenClusters | None:
-        """Return the clusters of tokens of a head with its own output layer; None without any."""
+    def _head(self, depth: int | None) -> Any:
+        """Return the layer that drafts token number `depth`; None for the trunk, and on stages without the heads."""
         model = self._model
-        if depth is None or not model.heads_have_output_layers:
+        if depth is None or not model.mtp_process:
             return None
-        return getattr(model.mtp.layers[depth // model.heads.unroll], "clusters", None)
+        return model.mtp.layers[depth // model.heads.unroll]
 
     @property
     def _markov(self) -> ColumnParallelLinear | None:
         """The output matrix of the drafter's Markov head; None without one."""
-        model = self._model
-        if not model.mtp_process:
-            return None
-        layers: Any = model.mtp.layers
-        return getattr(layers[0], "markov_output", None)
+        return getattr(self._head(0), "markov_output", None)

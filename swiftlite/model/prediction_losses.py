@@ -58,8 +58,10 @@ class PredictionLosses:
             target = LabelTarget(selected.label_N, entropy_N)
             loss = self._chunked(states_NH, output, target, selected, share_BS)
         else:
-            loss = token_loss(output.logits(states_NH), selected, model.pg_collection.tp, with_entropy=with_entropy)
-        return self._with_clusters(loss, states_NH, output, selected, share_BS)
+            tp, logits_NV = model.pg_collection.tp, output.logits(states_NH)
+            shown_NV = output.shown(logits_NV, states_NH, sharing(tp))
+            loss = token_loss(logits_NV, selected, tp, shown_NV=shown_NV, with_entropy=with_entropy)
+        return with_clusters(loss, output.clusters, states_NH, selected, share_BS)
 
     def divergence(self, hidden_SBH: torch.Tensor, target: Target) -> TokenLoss:
         """Return the divergence between the predictions of the trunk and a teacher at each position with a label."""
@@ -97,13 +99,13 @@ class PredictionLosses:
             states_NH = self._at_labels(hidden_SBH, selected)
             output = model.output_layers.of_head(depth - 1)
             trunk_output = output
-            if model.heads_have_output_layers:
+            if model.output_layers.own(depth - 1) is not None:
                 trunk_output = model.output_layers.of_trunk().detached(model.pg_collection.tp)
             elif output.frozen_VH is not None:
                 trunk_output = model.output_layers.drafted()
             states_NH, trunk_NH = self._scaled(states_NH), self._scaled(trunk_NH)
             loss = self._distance(states_NH, trunk_NH, selected, output, trunk_output, share_BS)
-            losses.append(self._with_clusters(loss, states_NH, output, selected, share_BS))
+            losses.append(with_clusters(loss, output.clusters, states_NH, selected, share_BS))
         return losses
 
     def label_states(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
@@ -139,22 +141,15 @@ class PredictionLosses:
 
         logits_NV, tp = output.logits(states_NH), model.pg_collection.tp
         return distillation_loss(
-            logits_NV, trunk_logits, model.mtp_loss, selected, tp, output.tokens_V, with_overlap=with_overlap
+            logits_NV,
+            trunk_logits,
+            model.mtp_loss,
+            selected,
+            tp,
+            output.tokens_V,
+            shown_NV=output.shown(logits_NV, states_NH, sharing(tp)),
+            with_overlap=with_overlap,
         )
-
-    def _with_clusters(
-        self,
-        loss: TokenLoss,
-        states_NH: torch.Tensor,
-        output: OutputMatrix,
-        selected: Selected,
-        share_BS: torch.Tensor | None,
-    ) -> TokenLoss:
-        """Add the loss of the clusters of tokens, if the output layer has some."""
-        if output.clusters is None:
-            return loss
-        prediction_N = output.most_likely(states_NH, sharing(self._model.pg_collection.tp))
-        return with_clusters(loss, output.clusters, states_NH, prediction_N, selected, share_BS)
 
     def _chunked(
         self,
@@ -174,6 +169,7 @@ class PredictionLosses:
             share_BS,
             frozen_VH=output.frozen_VH,
             cap=output.cap,
+            clusters=output.clusters,
             returns_gradient=self._model.returns_matrix_gradient,
         )
 

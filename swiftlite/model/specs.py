@@ -6,7 +6,6 @@ modules, built from the classes that `kernels.py` selects.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -179,21 +178,9 @@ def _matrices(modules: Modules, activation: str = "silu", limit: float | None = 
 def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
     module = MLP if mlp.limit is None else LimitedMLP
     submodules = _matrices(modules, mlp.activation, mlp.limit)
-    submodules.linear_fc2 = with_inputs(modules.row, mlp.ffn)
+    # megatron-core's MLP builds this matrix with the width of the config, in which layers can differ.
+    submodules.linear_fc2 = with_channels(modules.row, mlp.ffn)
     return ModuleSpec(module=module, params={"ffn_hidden_size": mlp.ffn}, submodules=submodules)
-
-
-@cache
-def with_inputs(linear: Any, own_inputs: int) -> type:
-    """Return a class of linear layers with another number of input channels than it is called with.
-
-    megatron-core's MLP builds its second matrix with the width of the config, in which layers can differ.
-    """
-
-    def build(self: Any, input_size: int, *args: Any, **options: Any) -> None:
-        linear.__init__(self, own_inputs, *args, **options)
-
-    return type(linear.__name__, (linear,), {"__init__": build, "__module__": linear.__module__})
 
 
 def _experts_and_mlp(both: ExpertsAndMlp, modules: Modules) -> ModuleSpec:
@@ -400,11 +387,11 @@ def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
 def _dflash_layer(parts: DrafterParts) -> ModuleSpec:
     layer, modules = dflash.layer_of(parts.architecture, parts.hf_config), parts.modules
     core_attention = ModuleSpec(module=BlockAttention, params=modules.draft_attention.params)
+    spec = decoder_layer_spec(layer, replace(modules, core_attention=core_attention))
     return ModuleSpec(
         module=DFlashLayer,
         params={
-            "layer": decoder_layer_spec(layer, replace(modules, core_attention=core_attention)),
-            "num_decoder_layers": dflash.num_decoder_layers(parts.hf_config),
+            "layers": [spec] * dflash.num_decoder_layers(parts.hf_config),
             "settings": _NEUTRAL | layer.attention.mcore_config() | layer.mlp.mcore_config(),
             "norm": modules.norm,
             "num_features": len(parts.heads.features),

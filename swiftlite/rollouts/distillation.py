@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.args.commands import GkdArgs, SftArgs
+from swiftlite.args.commands import GkdArgs
 from swiftlite.args.data_fields import TruncationStrategy
 from swiftlite.base.errors import UserError
 from swiftlite.data.dataset import Data
@@ -34,14 +34,13 @@ from swiftlite.rollouts.policy_identity import NAME
 from swiftlite.rollouts.rollouts import RolloutBatches
 from swiftlite.rollouts.stored import FOLDER, GenerationFiles, on_first_rank
 from swiftlite.rollouts.training import load_prompts
-from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.distant_teacher import DistantTeacher
 from swiftlite.train.methods.distillation import DistillationObjective
 from swiftlite.train.methods.teacher import Teacher, check_tokenizer
 from swiftlite.train.methods.training import TrainBatches, Training
-from swiftlite.train.phases import Run
+from swiftlite.train.phases import Run, live_weights
 from swiftlite.train.stopping import EarlyStop
 
 PROMPT = "prompt"
@@ -99,9 +98,8 @@ class AnsweredPromptEncoder:
         return replace(encoded, samples=(sample.with_extras(**{PROMPT: tuple(prompt.tolist())}),))
 
 
-def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
+def make_encoder(args: GkdArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
     """Return the encoder of rows. If every step trains on completions, rows need no answers."""
-    assert isinstance(args, GkdArgs)
     template = ChatTemplate(tokenizer, args.loss_scale, hf_model.config["vocab_size"])
     if args.lmbda == 1:
         return PromptEncoder(template, args.max_length, args.truncation_strategy, args.max_completion_length)
@@ -109,9 +107,8 @@ def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: Hf
     return AnsweredPromptEncoder(answers, args.max_completion_length if args.lmbda else 0)
 
 
-def load_rows(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
+def load_rows(args: GkdArgs, encoder: Encoder, vocab_size: int) -> Data:
     """Load the rows. Held-out rows have a loss, unless every step trains on completions."""
-    assert isinstance(args, GkdArgs)
     if args.lmbda:
         check_servers(args)
     if isinstance(encoder, PromptEncoder):
@@ -246,9 +243,7 @@ def open_distillation(run: Run) -> TrainBatches:
         steps = Distillation(
             run=run,
             args=args,
-            weights=LiveWeights(
-                run.train_state.wrapped, run.hf_model, dtypes_of(describe_tensors(run.hf_model, run.graft_from))
-            ),
+            weights=live_weights(run),
             engine=engines[0] if engines else None,
             sampling=sampling_of(run, args),
             files=files,
@@ -272,7 +267,7 @@ def distillation_objective(run: Run) -> DistillationObjective:
     # In the layout of the trained model, both predictions are on the same ranks.
     is_distant = sizes != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     teacher = (DistantTeacher if is_distant else Teacher).open(run, model, layout)
-    return DistillationObjective(teacher, args.beta, run.plan.heads, args.mtp_loss_scaling_factor)
+    return DistillationObjective(run.plan.heads, args.mtp_loss_scaling_factor, teacher=teacher, beta=args.beta)
 
 
 GKD = Training(

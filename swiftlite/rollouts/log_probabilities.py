@@ -12,16 +12,15 @@ from torch import nn
 
 from swiftlite.data.batch import Batch
 from swiftlite.data.sample import Sample
-from swiftlite.model.forward import forward_step_of, run_batches
+from swiftlite.model.forward import forward_step_of
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.losses import IGNORE_INDEX
-from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches, Collated
+from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.methods.separate import values_of
 
 
-@torch.no_grad()
 def token_log_probabilities(
     chunks: Sequence[nn.Module], mesh: Mesh, batches: Batches, samples: Sequence[Sample]
 ) -> list[np.ndarray]:
@@ -33,33 +32,16 @@ def token_log_probabilities(
         chunks: the model's stages on this rank. They stay in evaluation mode.
         batches: splits rows over the ranks of `mesh`.
     """
-    size = mesh.dp.size()
-    firsts = range(0, len(samples), size)
-    mine = [first + mesh.dp.rank() for first in firsts]  # an index past the end is computed as padding
-    micro_batches = Collated(batches.collate, [samples[index : index + 1] for index in mine])
-    for chunk in chunks:
-        chunk.eval()
 
     def compute(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         log_p_BS = -losses.main.loss_BS
         one = torch.ones((), dtype=torch.int32, device=log_p_BS.device)
         return log_p_BS.sum(), one, _by_position(log_p_BS, batch, mesh)
 
-    with mesh.active():
-        parts = run_batches(chunks, mesh, micro_batches, forward_step_of(compute), forward_only=True)
-    ends = np.cumsum([len(sample) for sample in samples])
-    found = torch.zeros(int(ends[-1]), device=mesh.device.torch_device)
-    for index, part in zip(mine, parts, strict=False):  # empty before the last stage
-        if index < len(samples):
-            length = len(samples[index])
-            found[ends[index] - length : ends[index]] = part[:length]
-    dist.all_reduce(found, group=mesh.dp)  # one rank has a token's value, the others zero
-    numbers = broadcast_from_last_stage(found, mesh).cpu().numpy()
-    results = []
-    for sample, end in zip(samples, ends, strict=True):
-        of_sample = numbers[end - len(sample) : end]
-        results.append(of_sample[sample.labels != IGNORE_INDEX])
-    return results
+    sizes = [len(sample) for sample in samples]
+    found = values_of(chunks, mesh, batches, samples, sizes, forward_step_of(compute)).cpu()
+    parts = zip(samples, found.split(sizes), strict=True)
+    return [part.numpy()[sample.labels != IGNORE_INDEX] for sample, part in parts]
 
 
 def _by_position(log_p_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> torch.Tensor:

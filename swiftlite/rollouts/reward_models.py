@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import GrpoArgs
@@ -19,10 +18,9 @@ from swiftlite.data.batch import Batch
 from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.families.resolved import resolve
 from swiftlite.methods.reward_names import reward_names_of
-from swiftlite.model.forward import run_batches
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.inputs import ModelInputs
-from swiftlite.model.ranks import broadcast_from_last_stage, broadcast_from_mesh
+from swiftlite.model.ranks import broadcast_from_mesh
 from swiftlite.plan.policy import reward_layout, reward_models_on_ranks
 from swiftlite.rewards.classifier import load_tokenizer, tokenize
 from swiftlite.rewards.models import identity_of
@@ -30,9 +28,10 @@ from swiftlite.rewards.process import RewardProcess, Scored
 from swiftlite.rewards.settings import reward_settings_of
 from swiftlite.rollouts.stored import ask_other_ranks
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches, Collated
+from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.methods.frozen import batches_of, open_frozen
 from swiftlite.train.methods.rm import LAST, last_token, rewards_of
+from swiftlite.train.methods.separate import values_of
 from swiftlite.train.phases import Run
 from swiftlite.train.stopping import handled_later
 
@@ -55,7 +54,6 @@ class RewardModel:
     mesh: Mesh
     batches: Batches
 
-    @torch.no_grad()
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return the score of each row of tokens. Collective over the run.
 
@@ -63,16 +61,8 @@ class RewardModel:
         """
         found = torch.zeros(len(rows), device=self.mesh.device.torch_device)
         if self.mesh.is_here:
-            rank, size = self.mesh.dp.rank(), self.mesh.dp.size()
-            samples = [[self._sample(row)] for row in rows[rank::size]]
-            samples += [[]] * (-(-len(rows) // size) - len(samples))  # every rank has as many micro-batches
-            with self.mesh.active():
-                micro_batches = Collated(self.batches.collate, samples)
-                parts = run_batches(self.chunks, self.mesh, micro_batches, self._forward_step, forward_only=True)
-            if parts:  # on the last stage
-                found[rank::size] = torch.cat(parts)
-            dist.all_reduce(found, group=self.mesh.dp)  # one rank has a row's score, the others zero
-            broadcast_from_last_stage(found, self.mesh)
+            samples = [self._sample(row) for row in rows]
+            found = values_of(self.chunks, self.mesh, self.batches, samples, [1] * len(rows), self._forward_step)
         return broadcast_from_mesh(found, self.mesh).tolist()
 
     def _sample(self, row: Sequence[int]) -> Sample:

@@ -33,18 +33,15 @@ from swiftlite.rollouts.reward_models import RewardModel, RewardsWithModels, ope
 from swiftlite.rollouts.rollouts import Rollouts
 from swiftlite.rollouts.stored import FOLDER, GenerationFiles, check_stored, on_first_rank
 from swiftlite.rollouts.turns import Turns
-from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
-from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data, open_image_encoder
 from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, TEACHER, PolicyObjective
 from swiftlite.train.methods.teacher import check_tokenizer
 from swiftlite.train.methods.training import TrainBatches, Training
-from swiftlite.train.phases import Run
+from swiftlite.train.phases import Run, live_weights
 
 
-def make_prompt_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
+def make_prompt_encoder(args: GrpoArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Encoder:
     """Return the encoder of rows, whose prompts leave room for a completion."""
-    assert isinstance(args, GrpoArgs)
     images, no_images = open_image_encoder(args, tokenizer, hf_model)
     if images is not None and (reason := no_images_of_run(args)):
         images, no_images = None, reason
@@ -81,14 +78,13 @@ def _offered(args: SftArgs) -> Collection[str]:
     return vars(args).keys() - {"truncation_strategy"}
 
 
-def load_scored_prompts(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
+def load_scored_prompts(args: GrpoArgs, encoder: Encoder, vocab_size: int) -> Data:
     """Load the reward functions and then the prompts, so that an error is found before the model is read. Held-out
     prompts are scored as well. Collective.
 
     Raises:
         UserError: the prompts or the reward functions cannot be used.
     """
-    assert isinstance(args, GrpoArgs)
     check_servers(args)
     with ExitStack() as stack:
         rewards = reward_process(args)
@@ -148,7 +144,6 @@ def open_rollouts(run: Run) -> TrainBatches:
     """
     args: Any = run.args
     assert isinstance(args, GrpoArgs)
-    dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
     names = ("temperature", "max_completion_length", "num_generations")
     files = GenerationFiles(run, args, names, args.steps_per_generation * args.num_iterations, args.async_rollouts)
     with ExitStack() as stack:
@@ -161,7 +156,7 @@ def open_rollouts(run: Run) -> TrainBatches:
             opened.drawing = with_models(opened.drawing, models, args)
         rollouts = Rollouts(
             run=run,
-            weights=LiveWeights(run.train_state.wrapped, run.hf_model, dtypes),
+            weights=live_weights(run),
             drawing=opened.drawing,
             frozen=open_frozen_policies(run, args),
             reward_models=models,
@@ -240,7 +235,7 @@ class _Opened:
 
 def policy_objective(run: Run) -> PolicyObjective:
     """Return the objective of a run."""
-    return PolicyObjective(policy_of(run.args), run.plan.heads, run.args.mtp_loss_scaling_factor)
+    return PolicyObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, policy_of(run.args))
 
 
 GRPO = Training(

@@ -52,23 +52,18 @@ class AdamW8bit(optim.AdamW8bit, HoldsMoments):
 
     def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
         """Return a decoded moment in the memory of the host, or the moment itself if it is not stored in 8 bits."""
-        moment = self._state_of(main)[kind]
-        if not isinstance(moment, OptimState8bit):
-            return moment
-        return _decoded(moment)
+        moment = super().moment(main, kind)
+        return _decoded(moment) if isinstance(moment, OptimState8bit) else moment
 
     def set_moment(self, main: torch.Tensor, kind: str, values: torch.Tensor) -> None:
         """Write a moment. Values of the same blocks restore their codes; in other blocks they are rounded again."""
-        moment = self._state_of(main)[kind]
+        moment = super().moment(main, kind)
         if isinstance(moment, OptimState8bit):
             _encode(values, moment)
         else:
             moment.copy_(values)
 
-    def set_step(self, main: torch.Tensor, step: int) -> None:
-        self._state_of(main)["step"].fill_(step)
-
-    def _state_of(self, main: torch.Tensor) -> dict[str, Any]:
+    def state_of(self, main: torch.Tensor) -> dict[str, Any]:
         state = self.state[main]
         if not state:
             state["step"] = torch.tensor(0.0)

@@ -28,11 +28,19 @@ def separate_head_groups(settings: Mapping[str, float] = {}) -> dict[ParamKey, P
         settings: further settings of the heads' groups, such as their learning rate.
     """
 
-    def belongs_to_heads(parameter: torch.nn.Parameter, name: str) -> bool:
-        return is_head_parameter(name.replace("module.", ""))  # the name without prefixes of wrappers
+    return override(_OF_HEADS, is_head_parameter, {_OF_HEADS: True, **settings})
 
-    key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=_OF_HEADS, fn=belongs_to_heads))
-    return {key: cast(ParamGroupOverride, {_OF_HEADS: True, **settings})}
+
+def override(
+    name: str, selects: Callable[[str], bool], settings: Mapping[str, Any]
+) -> dict[ParamKey, ParamGroupOverride]:
+    """Return an override for `get_megatron_optimizer` with settings of the parameters whose names are selected."""
+
+    def is_selected(parameter: torch.nn.Parameter, full_name: str) -> bool:
+        return selects(full_name.replace("module.", ""))  # the name without prefixes of wrappers
+
+    key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=is_selected))
+    return {key: cast(ParamGroupOverride, settings)}
 
 
 class ClippedOptimizer(ChainedOptimizer):

@@ -155,17 +155,10 @@ class Muon(torch.optim.AdamW, HoldsMoments):
     def kinds(self, main: torch.Tensor) -> tuple[str, ...]:
         return ("exp_avg",) if main in self.matrices else super().kinds(main)
 
-    def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
+    def state_of(self, main: torch.Tensor) -> dict[str, Any]:
         state = self.state[main]
         if not state:
             for each in self.kinds(main):
                 state[each] = torch.zeros_like(main)
             state["step"] = torch.zeros((), device=main.device)
-        return state[kind]
-
-    def set_moment(self, main: torch.Tensor, kind: str, values: torch.Tensor) -> None:
-        self.moment(main, kind).copy_(values)
-
-    def set_step(self, main: torch.Tensor, step: int) -> None:
-        self.moment(main, "exp_avg")
-        self.state[main]["step"].fill_(step)
+        return state

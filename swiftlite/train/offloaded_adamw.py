@@ -40,20 +40,11 @@ class OffloadedAdamW(HybridDeviceOptimizer, HoldsMoments):
             for parameter in group["params"]
         }
 
-    def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
-        return self._state_of(main)[kind]
-
-    def set_moment(self, main: torch.Tensor, kind: str, values: torch.Tensor) -> None:
-        self._state_of(main)[kind].copy_(values)
-
-    def set_step(self, main: torch.Tensor, step: int) -> None:
-        self._state_of(main)["step"].fill_(step)
-
     def weights_were_loaded(self) -> None:
         for main, copy in self.gpu_params_map_cpu_copy.items():
             copy.copy_(main.detach())
 
-    def _state_of(self, main: torch.Tensor) -> dict[str, Any]:
+    def state_of(self, main: torch.Tensor) -> dict[str, Any]:
         updated = self.param_to_inner_param[main]
         state = self._optimizer_of[updated].state[updated]
         if not state:

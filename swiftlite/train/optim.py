@@ -1,8 +1,8 @@
 """Create megatron-core's DDP wrappers, optimizer and learning-rate schedule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
@@ -29,7 +28,7 @@ from swiftlite.model.ranks import broadcast_from_last_stage
 from swiftlite.plan.megatron_config import settings_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.clipping import ClippedOptimizer, separate_head_groups
+from swiftlite.train.clipping import ClippedOptimizer, override, separate_head_groups
 from swiftlite.train.muon import Muon, matrices_of
 from swiftlite.train.offloaded_adamw import OffloadedAdamW
 
@@ -168,28 +167,24 @@ def _head_learning_rate(args: SftArgs, plan: Plan) -> dict[str, float]:
     """Return the maximum and the minimum of the heads' learning rate if it differs from --lr."""
     if not isinstance(args, CompletionArgs) or args.mtp_lr is None:
         return {}
-    return {"max_lr": args.mtp_lr, "min_lr": args.mtp_lr * plan.min_lr / plan.lr}
+    return _learning_rates(args.mtp_lr, plan)
 
 
 def _tower_learning_rates(args: SftArgs, plan: Plan) -> dict[ParamKey, ParamGroupOverride]:
-    """Return overrides with the learning rates of the vision tower and its aligner; other parameters have --lr.
+    """Return overrides with the learning rates of the vision tower and its aligner; other parameters have --lr."""
+    overrides = {}
+    for part, selects, lr in (
+        ("vit", is_vit_parameter, args.vit_lr),
+        ("aligner", is_aligner_parameter, args.aligner_lr),
+    ):
+        if lr is not None:
+            overrides |= override(part, selects, _learning_rates(lr, plan))
+    return overrides
 
-    The schedules have the shape of --lr's schedule.
-    """
 
-    def override(part: str, is_part: Callable[[str], bool], lr: float) -> tuple[ParamKey, ParamGroupOverride]:
-        def belongs(parameter: torch.nn.Parameter, name: str) -> bool:
-            return is_part(name.replace("module.", ""))  # the name without prefixes of wrappers
-
-        key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=part, fn=belongs))
-        return key, cast(ParamGroupOverride, {"max_lr": lr, "min_lr": lr * plan.min_lr / plan.lr})
-
-    overrides = []
-    if args.vit_lr is not None:
-        overrides.append(override("vit", is_vit_parameter, args.vit_lr))
-    if args.aligner_lr is not None:
-        overrides.append(override("aligner", is_aligner_parameter, args.aligner_lr))
-    return dict(overrides)
+def _learning_rates(lr: float, plan: Plan) -> dict[str, float]:
+    """Return the maximum and the minimum of a learning rate whose schedule has the shape of --lr's schedule."""
+    return {"max_lr": lr, "min_lr": lr * plan.min_lr / plan.lr}
 
 
 def _learning_rate(

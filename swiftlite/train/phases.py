@@ -457,10 +457,12 @@ def write_page(run: Run) -> None:
 
 
 def hand_out_weights(run: Run, after_step: AfterStep) -> Callable[[int], None]:
-    """Return a function that is called after each step and passes the weights to `after_step`.
-
-    The weights have the dtypes of an export.
-    """
-    dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
-    weights = LiveWeights(run.train_state.wrapped, run.hf_model, dtypes)
+    """Return a function that is called after each step and passes the weights to `after_step`."""
+    weights = live_weights(run)
     return lambda step: after_step(step, weights)
+
+
+def live_weights(run: Run) -> LiveWeights:
+    """Return the current weights of a run, with the dtypes of an export."""
+    dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
+    return LiveWeights(run.train_state.wrapped, run.hf_model, dtypes)

@@ -22,11 +22,7 @@ def having(settings, **changes):
         ({"overlap_p2p_comm_warmup_flush": True}, {}, "virtual"),
         ({"disable_bf16_reduced_precision_matmul": True}, {"torch_dtype": "float32"}, "--torch_dtype float32"),
         ({"reduce_scatter_with_fp32_accumulation": True}, {}, "--use_distributed_optimizer"),
-        (
-            {"reduce_scatter_with_fp32_accumulation": True},
-            {"use_distributed_optimizer": True},
-            "--grad_reduce_in_bf16",
-        ),
+        ({"reduce_scatter_with_fp32_accumulation": True}, {"use_distributed_optimizer": True}, "--grad_reduce_in_bf16"),
         (
             {"pad_buckets_for_high_nccl_busbw": True},
             {"use_distributed_optimizer": False},
@@ -36,6 +32,11 @@ def having(settings, **changes):
         ({"decoupled_lr": 0.1}, {"mtp_mode": "heads_only", "model": "mtp2"}, "--mtp_mode heads_only"),
         ({"decoupled_lr": 0.1}, {"tuner_type": "lora"}, "--tuner_type lora"),
         ({"decoupled_min_lr": 0.0}, {}, "decoupled_lr"),
+        (
+            {"decoupled_lr": 0.1, "decoupled_min_lr": 0.0},
+            {"lr_decay_style": "constant"},
+            "--lr_decay_style constant",
+        ),
         ({"decoupled_weight_decay": False}, {"weight_decay": 0.0}, "--weight_decay 0"),
         ({"apply_wd_to_qk_layernorm": True}, {"weight_decay": 0.0}, "--weight_decay 0"),
         ({"apply_wd_to_qk_layernorm": True}, {"tuner_type": "lora"}, "--tuner_type lora"),
@@ -44,7 +45,7 @@ def having(settings, **changes):
 def test_a_setting_without_effect(here, settings, changes, reason):
     args = having(settings, **changes)
     ((problem, hint),) = problems_of(args)
-    (name,) = settings
+    *_, name = settings
     assert mentions(problem, f"--megatron_config {name} {reason}")
     assert mentions(hint, name)
 

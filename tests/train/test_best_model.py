@@ -136,7 +136,7 @@ def test_rules_know_the_metrics_of_evaluations(options, mesh):
     for loss in get_args(PreferenceLoss):
         args = DpoArgs(loss_type=loss)
         make_objective = PreferenceObjective if loss != "kto" else KtoObjective
-        objective = make_objective(preference_of(args), Heads(1), 0.1)
+        objective = make_objective(Heads(1), 0.1, preference_of(args))
         found = objective.means(torch.zeros(objective.sums_shape, dtype=torch.float64))
         assert {*known_metrics(args, Heads(1))} == {*found, "acceptance"}
 

@@ -66,7 +66,7 @@ class DataFile:
         return str(self.path)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (line, row) for each row of the file."""
+        """Yield (line, row) for each row of a file that is read as a whole (`READERS`)."""
         return READERS[data_suffix(self.name)](self.path)
 
     def unparsed_rows(self) -> Iterator[UnparsedRow]:
@@ -225,11 +225,7 @@ def _unparsed(file: DataFile | HubRows) -> Iterator[tuple[int, Callable[[], Any]
             yield row.line, row.parse
         return
     for line, row in file.rows():
-        yield line, partial(_itself, row)
-
-
-def _itself(row: Any) -> Any:
-    return row
+        yield line, lambda row=row: row
 
 
 def check_row(
@@ -255,12 +251,7 @@ def _check_columns(where: str, names: list[str]) -> None:
             raise UserError(f"{where}: {number} columns have the name {name!r}", "rename or remove all but one")
 
 
-# Readers yield (line, row), with lines counted from 1. For a row that cannot be read they yield its RowError.
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    for row in _rows_of_jsonl(path):
-        yield row.line, row.parse()
+# Readers yield rows with their lines, counted from 1. The row is a RowError if it cannot be read.
 
 
 def _rows_of_jsonl(path: Path) -> Iterator[UnparsedRow]:
@@ -371,12 +362,6 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     return iter(rows)
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    for number, batch in _batches_of_parquet(path):
-        for index, row in enumerate(_rows_of_batch(batch, path, number)):
-            yield number + index, padding_error(row) or row
-
-
 def _rows_of_parquet(path: Path) -> Iterator[UnparsedRow]:
     for number, batch in _batches_of_parquet(path):
         all_bytes = cache(partial(_bytes_of_rows, batch, path, number))  # once per batch, and only for digests
@@ -392,11 +377,6 @@ def _bytes_of_rows(batch: Any, path: Path, number: int) -> Callable[[int], bytes
 
 def _bytes_of(all_bytes: Callable[[], Callable[[int], bytes]], index: int) -> bytes:
     return all_bytes()(index)
-
-
-def _rows_of_batch(batch: Any, path: Path, number: int) -> list[Any]:
-    with _naming_parquet(path, number - 1):
-        return batch.to_pylist()
 
 
 def _row_of_batch(batch: Any, index: int, path: Path, number: int) -> Any:
@@ -445,16 +425,10 @@ def _read_txt(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
-    ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_jsonl,
-    ".jsonl.zst": _read_jsonl,
     ".json": _read_json,
-    ".parquet": _read_parquet,
     ".csv": _read_csv,
     ".txt": _read_txt,
 }
-
-
 UNPARSED_READERS: dict[str, Callable[[Path], Iterator[UnparsedRow]]] = {
     ".jsonl": _rows_of_jsonl,
     ".jsonl.gz": _rows_of_jsonl,

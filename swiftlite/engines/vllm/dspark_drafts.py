@@ -6,7 +6,7 @@ older runner has the class `DFlashProposer` for DFlash (v1/spec_decode/dflash.py
 DSpark (`families/dflash.py`). The subclass here builds the block of DSpark, and selects the most likely drafts from
 left to right with the Markov head. The draft model itself is vLLM's. Drafts are not drawn at a temperature above 0.
 
-With Triton nothing is replaced. Without the replacements, tests/e2e/test_dflash.py fails for DSpark.
+With Triton nothing is replaced. Without the replacements, tests/e2e/test_drafters.py fails for DSpark.
 """
 
 from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftlite.families import dense, moe
 from swiftlite.families.attention import Indexer, LatentAttention
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.rope import ROPE_KEYS
 from swiftlite.families.serving import sglang, vllm
@@ -78,11 +78,10 @@ def attention(hf_config: HfConfig, indexer: Indexer | None = None) -> LatentAtte
     )
 
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = dense.family(
     name="deepseek_v3",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
     mtp=moe.NEXT_LAYER_HEADS,
     serving=Serving(
         vllm=vllm.next_layer("DeepSeekMTP"),
@@ -91,9 +90,7 @@ DEEPSEEK_V3 = Family(
     ),
     # Both choices are real: one of two groups, and two of its four experts. Value heads are smaller than key heads.
     tiny={
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
+        **moe.TINY,
         "n_routed_experts": 8,
         "n_group": 2,
         "topk_group": 1,

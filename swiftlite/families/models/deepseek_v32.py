@@ -2,7 +2,7 @@
 
 from swiftlite.families import dense, moe
 from swiftlite.families.attention import Indexer
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import deepseek_v3
 from swiftlite.families.serving import sglang, vllm
@@ -87,11 +87,10 @@ def layer(hf_config: HfConfig, number: int, *, rope_interleave: bool = False) ->
     return Layer(deepseek_v3.attention(hf_config, indexer), moe.mlp(hf_config, number))
 
 
-DEEPSEEK_V32 = Family(
+DEEPSEEK_V32 = dense.family(
     name="deepseek_v32",
     check=_check,
     layer=layer,
-    outside=dense.outside,
     mtp=moe.NEXT_LAYER_HEADS,
     serving=Serving(
         # On GPUs; vLLM does not support sparse attention on CPUs, so this was read from its code.

@@ -5,7 +5,6 @@ code. The draft classes of vLLM 0.32 and SGLang 0.5.23 omit this norm, and vLLM'
 swiftlite's plugins correct both classes.
 """
 
-import re
 from dataclasses import replace
 
 from swiftlite.base.drafting import Drafting
@@ -14,7 +13,6 @@ from swiftlite.families import dense, moe
 from swiftlite.families.architecture import Outside
 from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
-from swiftlite.families.mlp import MixtureOfExperts
 from swiftlite.families.serving import vllm
 from swiftlite.families.serving.convention import Convention, Serving
 
@@ -68,20 +66,15 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     attention = replace(dense.attention(hf_config), rope_interleave=True)
     if not hf_config["moe_layer_start_index"] <= number <= _last_mixture(hf_config):
         return Layer(attention, dense.mlp(hf_config))
-    mixture = MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=hf_config["moe_num_experts"],
-        topk=hf_config["moe_k"],
-        ffn=hf_config["moe_intermediate_size"],
+    mixture = moe.experts_of(
+        hf_config,
+        "moe_num_experts",
+        "moe_k",
         shared_ffn=hf_config["moe_intermediate_size"] * hf_config["moe_num_shared_experts"],
         expert_bias=True,
         router_is_float32=True,
         biases_softmax=True,
-        router={
-            "moe_router_score_function": "sigmoid",  # replaced, see `BiasedSoftmaxRouter`
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "aux_loss",
-        },
+        router=moe.SIGMOID_ROUTER,  # without its sigmoid, see `BiasedSoftmaxRouter`
     )
     return Layer(attention, mixture, _HF_NAMES)
 
@@ -96,13 +89,6 @@ def _outside(hf_config: HfConfig) -> Outside:
     )
 
 
-def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
-    match = re.match(r"model\.mtp_\w*\.?(\d*)", hf_key)
-    if match is None:
-        return None
-    return int(match.group(1) or 0)
-
-
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
     names = (f"linear_proj.{head}", f"emb_norm.{head}", f"hidden_norm.{head}", None)
     return dense.frame_rows(hf_config, head, "model.mtp_", names)
@@ -114,7 +100,7 @@ ERNIE4_5_MOE = Family(
     layer=_layer,
     outside=_outside,
     mtp=MtpLayout(
-        _head_of,
+        dense.numbered(r"model\.mtp_\w*\.?(\d*)"),
         lambda hf_config, head: f"model.mtp_block.{head}.",
         _frame_rows,
         drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True),

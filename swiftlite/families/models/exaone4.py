@@ -11,7 +11,7 @@ from typing import Any
 
 from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
@@ -84,12 +84,10 @@ def _outside_of_4_5(hf_config: HfConfig) -> Outside:
     return replace(dense.outside(hf_config), head_layer=_layer(hf_config, 0))
 
 
-EXAONE4 = Family(
+EXAONE4 = dense.family(
     name="exaone4",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(PluginClasses("Exaone4ForCausalLM", trunk="exaone4:Exaone4ForCausalLM")),
         sglang=sglang.plugin(PluginClasses("Exaone4ForCausalLM", layer="Exaone4Layer"), needs_gpu_backend=True),

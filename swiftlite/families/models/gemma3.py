@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
@@ -66,12 +66,11 @@ def _outside(hf_config: HfConfig) -> Outside:
     )
 
 
-GEMMA3_TEXT = Family(
+GEMMA3_TEXT = dense.family(
     name="gemma3_text",
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     norm_start=0.0,
     serving=Serving(
         vllm=vllm.plugin(PluginClasses("Gemma3ForCausalLM", trunk="gemma3:Gemma3ForCausalLM")),

@@ -21,7 +21,7 @@ from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.gemma4_layers import INTERVAL, key_layers, kinds_of_layers, of_full_layers
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
@@ -184,12 +184,11 @@ def _outside(hf_config: HfConfig) -> Outside:
 
 
 _TEXT_CLASSES = PluginClasses("Gemma4ForCausalLM", trunk="gemma4:Gemma4ForCausalLM")
-GEMMA4_TEXT = Family(
+GEMMA4_TEXT = dense.family(
     name="gemma4_text",
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     is_unread=_is_unread,
     # In vLLM, Gemma4MTPModel is the architecture of assistants.
     serving=Serving(vllm=Convention("Gemma4HeadMTPModel", classes=_TEXT_CLASSES)),

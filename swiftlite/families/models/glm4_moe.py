@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from swiftlite.base.drafting import Drafting
 from swiftlite.families import dense, moe
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import Convention, Serving
@@ -28,11 +28,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 HEADS = replace(moe.NEXT_LAYER_HEADS, drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True))
 
-GLM4_MOE = Family(
+GLM4_MOE = dense.family(
     name="glm4_moe",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
     mtp=HEADS,
     serving=Serving(
         vllm=vllm.next_layer("Glm4MoeMTP"),
@@ -40,9 +39,7 @@ GLM4_MOE = Family(
         llamacpp="glm4moe",
     ),
     tiny={
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
+        **moe.TINY,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,

@@ -7,7 +7,7 @@ transformers and swiftlite normalize the latents with an epsilon of 1e-6; vLLM a
 """
 
 from swiftlite.families import dense, moe
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import deepseek_v3, glm4_moe
 from swiftlite.families.serving import sglang, vllm
@@ -29,11 +29,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(deepseek_v3.attention(hf_config), mlp)
 
 
-GLM4_MOE_LITE = Family(
+GLM4_MOE_LITE = dense.family(
     name="glm4_moe_lite",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
     mtp=glm4_moe.HEADS,
     serving=Serving(
         vllm=vllm.next_layer("Glm4MoeLiteMTP"),
@@ -41,9 +40,7 @@ GLM4_MOE_LITE = Family(
         llamacpp="deepseek2",
     ),
     tiny={
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
+        **moe.TINY,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,

@@ -6,7 +6,7 @@ In GLM-5.2, only every fourth layer has an indexer; the layers after it use its 
 from functools import partial
 
 from swiftlite.families import dense, moe
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.models import deepseek_v32
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import Convention, Serving
@@ -16,11 +16,10 @@ def _check(hf_config: HfConfig) -> None:
     dense.refuse(hf_config, deepseek_v32.problems_of(hf_config, rope_interleave=True))
 
 
-GLM_MOE_DSA = Family(
+GLM_MOE_DSA = dense.family(
     name="glm_moe_dsa",
     check=_check,
     layer=partial(deepseek_v32.layer, rope_interleave=True),  # in indexers, as in transformers
-    outside=dense.outside,
     mtp=moe.NEXT_LAYER_HEADS,
     serving=Serving(
         # On GPUs; vLLM does not support sparse attention on CPUs, so this was read from its code.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from swiftlite.families import dense, moe
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import CLAMPED_SWIGLU, MixtureOfExperts
 from swiftlite.families.rope import has_default_scale
@@ -67,8 +67,7 @@ def _rope_problems(hf_config: HfConfig) -> list[str]:
     if settings.get("rope_type") != "yarn":
         return [f"rope_parameters: rope_type {settings.get('rope_type')!r} is not supported; it can only be 'yarn'"]
     problems = [f"rope_parameters: {key} is missing" for key in _YARN if settings.get(key) is None]
-    if dense.rope_theta(hf_config) is None:
-        problems.append("rope_parameters: rope_theta is missing, and its default differs between readers")
+    problems += dense.base_problems(hf_config)
     if not has_default_scale(settings):
         problems.append(
             f"rope_parameters: attention_factor {settings['attention_factor']!r} is ignored by engines, which use "
@@ -86,11 +85,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
 
 
 def _mixture(hf_config: HfConfig) -> MixtureOfExperts:
-    return MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=hf_config["num_local_experts"],
-        topk=hf_config["num_experts_per_tok"],
-        ffn=hf_config["intermediate_size"],
+    return moe.experts_of(
+        hf_config,
+        "num_local_experts",
+        ffn="intermediate_size",
         has_biases=True,
         activation=CLAMPED_SWIGLU,
         hf_is_transposed=True,
@@ -111,12 +109,11 @@ def _outside(hf_config: HfConfig) -> Outside:
 
 _CLASSES = PluginClasses("GptOssForCausalLM", trunk="gpt_oss:GptOssForCausalLM")
 
-GPT_OSS = Family(
+GPT_OSS = dense.family(
     name="gpt_oss",
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(_CLASSES),
         sglang=sglang.plugin(_CLASSES),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
@@ -38,12 +38,11 @@ def _outside(hf_config: HfConfig) -> Outside:
 # Names of the classes of vLLM and SGLang, whose modules have the same names.
 _CLASSES = PluginClasses("GraniteForCausalLM", trunk="granite:GraniteForCausalLM", layer="granite:GraniteDecoderLayer")
 
-GRANITE = Family(
+GRANITE = dense.family(
     name="granite",
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(_CLASSES),
         # SGLang's class does not hand out its embedding, which the heads share.

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from swiftlite.families import dense, moe
-from swiftlite.families.family import Family, HfConfig, no_copies
+from swiftlite.families.family import HfConfig, no_copies
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import Convention, Serving
@@ -74,11 +74,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(dense.attention(hf_config, qk_norm=True), moe.mlp(_in_glm_words(hf_config), number), _HF_NAMES)
 
 
-HY_V3 = Family(
+HY_V3 = dense.family(
     name="hy_v3",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
     # As in GLM-4.5, but the output norm has Megatron's name.
     mtp=replace(
         moe.NEXT_LAYER_HEADS, frame_rows=partial(moe.frame_rows, output_norm="final_layernorm"), copies=no_copies

@@ -3,18 +3,15 @@
 from functools import partial
 
 from swiftlite.families import dense
-from swiftlite.families.family import Family
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
 
 _CLASSES = PluginClasses("LlamaForCausalLM", trunk="llama:LlamaForCausalLM", layer="llama:LlamaDecoderLayer")
 
-LLAMA = Family(
+LLAMA = dense.family(
     name="llama",
     check=partial(dense.check, attention_bias=(False, None), mlp_bias=(False, None)),
     layer=dense.layer,
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(_CLASSES),
         sglang=sglang.plugin(_CLASSES),

@@ -5,14 +5,13 @@ hidden]. The two halves of the projection's columns are therefore swapped. Witho
 be correct, but drafts would never be accepted.
 """
 
-import re
 from functools import partial
 
 from swiftlite.base.drafting import Drafting
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
-from swiftlite.families.family import Family, HfConfig, MtpLayout
+from swiftlite.families.family import HfConfig, MtpLayout
 from swiftlite.families.serving import vllm
 from swiftlite.families.serving.convention import Convention, Serving
 
@@ -22,20 +21,12 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
     return dense.frame_rows(hf_config, head, f"model.mtp_layers.{head}.", names, SwapHalves(axis=1))
 
 
-def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
-    match = re.match(r"model\.mtp_layers\.(\d*)", hf_key)
-    if match is None:
-        return None
-    return int(match.group(1) or 0)
-
-
-MIMO = Family(
+MIMO = dense.family(
     name="mimo",
     check=dense.check,
     layer=partial(dense.layer, qkv_bias=True),
-    outside=dense.outside,
     mtp=MtpLayout(
-        _head_of,
+        dense.numbered(r"model\.mtp_layers\.(\d*)"),
         lambda hf_config, head: f"model.mtp_layers.{head}.",
         _frame_rows,
         drafting=Drafting(takes_before_norm=True, zeroes_first_embedding=True),

@@ -9,7 +9,6 @@ and ignores the former. config.json must therefore have the former, and both mus
 config.json does not declare its 3 heads: set `num_nextn_predict_layers`.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -184,17 +183,11 @@ def _layer_of(hf_config: HfConfig, kind: str, mlp: Mlp | MixtureOfExperts, names
 
 
 def _mixture(hf_config: HfConfig) -> MixtureOfExperts:
-    return MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=hf_config["n_routed_experts"],
-        topk=hf_config["num_experts_per_tok"],
-        ffn=hf_config["moe_intermediate_size"],
+    return moe.experts_of(
+        hf_config,
+        "n_routed_experts",
         expert_bias=True,
-        router={
-            "moe_router_score_function": "sigmoid",
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "seq_aux_loss",
-        },
+        router={**moe.SIGMOID_ROUTER, "moe_router_load_balancing_type": "seq_aux_loss"},
         router_is_float32=True,  # as in engines
     )
 
@@ -203,13 +196,6 @@ def _outside(hf_config: HfConfig) -> Outside:
     settings = tuple(windows.rope(hf_config, kind, _BASES) for kind in KINDS)
     head_layer = _layer_of(hf_config, WINDOW, dense.mlp(hf_config), _HEAD_NAMES)
     return replace(dense.outside(_with_epsilon(hf_config)), ropes=settings, head_layer=head_layer)
-
-
-def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
-    match = re.match(r"model\.mtp\.(?:layers\.(\d+))?", hf_key)
-    if match is None:
-        return None
-    return int(match.group(1) or 0)
 
 
 def _prefix(hf_config: HfConfig, head: int) -> str:
@@ -225,7 +211,7 @@ MIMO_V2_FLASH = Family(
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=MtpLayout(_head_of, _prefix, _frame_rows),
+    mtp=MtpLayout(dense.numbered(r"model\.mtp\.(?:layers\.(\d+))?"), _prefix, _frame_rows),
     memory_names={inner: memory for memory, inner in _HEAD_NAMES.items()},
     serving=Serving(
         vllm=Convention("MiMoV2MTP", "first", block="model.mtp.layers.{head}.", plain=("self_attn.o_proj",)),
@@ -233,9 +219,7 @@ MIMO_V2_FLASH = Family(
         sglang=Convention("MiMoV2MTP", "first", drafts_once=True, block=sglang.DECODER),
     ),
     tiny={
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
+        **moe.TINY,
         "n_routed_experts": 4,
         "attention_value_scale": 0.7,
         "sliding_window": 8,

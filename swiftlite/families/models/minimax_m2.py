@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from swiftlite.families import dense, moe
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
-from swiftlite.families.mlp import MixtureOfExperts
 from swiftlite.families.rope import ROPE_KEYS
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
@@ -69,19 +68,14 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     attention = replace(
         dense.attention(hf_config, qk_norm=True, rope=0), rotary=hf_config["rotary_dim"], qk_norm_is_joint=True
     )
-    mixture = MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=hf_config["num_local_experts"],
-        topk=hf_config["num_experts_per_tok"],
-        ffn=hf_config["intermediate_size"],
+    mixture = moe.experts_of(
+        hf_config,
+        "num_local_experts",
+        ffn="intermediate_size",
         expert_bias=True,
         hf_matrices=_MATRICES,
         hf_ffn="intermediate_size",
-        router={
-            "moe_router_score_function": "sigmoid",
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "aux_loss",
-        },
+        router=moe.SIGMOID_ROUTER,
         router_is_float32=True,  # as in engines
     )
     return Layer(attention, mixture, _HF_NAMES)
@@ -93,12 +87,11 @@ def _outside(hf_config: HfConfig) -> Outside:
     return replace(dense.outside(hf_config), ropes=(settings,))
 
 
-MINIMAX_M2 = Family(
+MINIMAX_M2 = dense.family(
     name="minimax_m2",
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     memory_names={"block_sparse_moe.": "mlp."},
     serving=Serving(
         vllm=vllm.plugin(

@@ -2,7 +2,7 @@
 models have none."""
 
 from swiftlite.families import dense, windows
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
@@ -19,12 +19,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(dense.attention(hf_config, window=window), dense.mlp(hf_config))
 
 
-MISTRAL = Family(
+MISTRAL = dense.family(
     name="mistral",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(
             PluginClasses("MistralForCausalLM", trunk="mistral:MistralForCausalLM", layer="mistral:MistralDecoderLayer")

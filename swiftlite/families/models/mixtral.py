@@ -7,9 +7,8 @@ It was published without MTP heads. Published models have no sliding window, whi
 from dataclasses import replace
 
 from swiftlite.families import dense, moe
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
-from swiftlite.families.mlp import MixtureOfExperts
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
 
@@ -40,11 +39,10 @@ def _check(hf_config: HfConfig) -> None:
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:
-    mixture = MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=hf_config["num_local_experts"],
-        topk=hf_config["num_experts_per_tok"],
-        ffn=hf_config["intermediate_size"],
+    mixture = moe.experts_of(
+        hf_config,
+        "num_local_experts",
+        ffn="intermediate_size",
         hf_matrices=_MATRICES,
         hf_ffn="intermediate_size",
         router={
@@ -57,12 +55,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(dense.attention(hf_config), mixture, {"mlp.": "block_sparse_moe."})
 
 
-MIXTRAL = Family(
+MIXTRAL = dense.family(
     name="mixtral",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     memory_names={"block_sparse_moe.": "mlp."},
     serving=Serving(
         vllm=vllm.plugin(_CLASSES),

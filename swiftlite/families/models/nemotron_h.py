@@ -5,7 +5,6 @@ Ultra, experts read latent states. The block of an MTP head has two layers of fi
 without experts, it is attention only.
 """
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -226,14 +225,6 @@ def _outside(hf_config: HfConfig) -> Outside:
     )
 
 
-_HEAD_KEY = re.compile(r"mtp\.(?:heads\.(\d+)\.)?")
-
-
-def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
-    match = _HEAD_KEY.match(hf_key)
-    return None if match is None else int(match.group(1) or 0)
-
-
 def _prefix(hf_config: HfConfig, head: int) -> str:
     """Return the prefix of a head. Published models have one head, and vLLM runs only the first."""
     return "mtp.layers." if head == 0 else f"mtp.heads.{head}.layers."
@@ -262,7 +253,7 @@ NEMOTRON_H = Family(
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=MtpLayout(_head_of, _prefix, _frame_rows, config=_config_of_heads),
+    mtp=MtpLayout(dense.numbered(r"mtp\.(?:heads\.(\d+)\.)?"), _prefix, _frame_rows, config=_config_of_heads),
     serving=Serving(
         vllm=Convention("NemotronHMTP", "one", block="mtp.layers.", quantizes=("mtp.layers.0.eh_proj",)),
         sglang=Convention("NemotronHForCausalLMMTP", "one", block="mtp.layers.", quantizes=("mtp.layers.0.eh_proj",)),

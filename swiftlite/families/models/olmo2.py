@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
@@ -25,12 +25,11 @@ def _outside(hf_config: HfConfig) -> Outside:
     return replace(dense.outside(hf_config), norms_round_last=True, rotary_rounds_last=True)
 
 
-OLMO2 = Family(
+OLMO2 = dense.family(
     name="olmo2",
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(PluginClasses("Olmo2ForCausalLM", trunk=vllm.TRANSFORMERS)),
         sglang=sglang.plugin(PluginClasses("Olmo2ForCausalLM", layer="Olmo2Layer")),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from swiftlite.families import dense, windows
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models.olmo2 import OLMO2
 from swiftlite.families.rope import has_default_scale
@@ -64,12 +64,11 @@ def _outside(hf_config: HfConfig) -> Outside:
     return replace(OLMO2.outside(hf_config), ropes=ropes)
 
 
-OLMO3 = Family(
+OLMO3 = dense.family(
     name="olmo3",
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(PluginClasses("Olmo3ForCausalLM", trunk=vllm.TRANSFORMERS, draft_base="Olmo2MTPModel")),
         sglang=sglang.plugin(PluginClasses("Olmo2ForCausalLM", layer="Olmo2Layer")),

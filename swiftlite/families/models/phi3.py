@@ -7,7 +7,7 @@ rows. In longer rows, of which runs warn, they are not applied.
 from dataclasses import replace
 
 from swiftlite.families import dense, windows
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
@@ -43,12 +43,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     )
 
 
-PHI3 = Family(
+PHI3 = dense.family(
     name="phi3",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(
             PluginClasses(

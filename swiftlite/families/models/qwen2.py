@@ -3,18 +3,15 @@
 from functools import partial
 
 from swiftlite.families import dense
-from swiftlite.families.family import Family
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
 
 _CLASSES = PluginClasses("Qwen2ForCausalLM", trunk="qwen2:Qwen2ForCausalLM", layer="qwen2:Qwen2DecoderLayer")
 
-QWEN2 = Family(
+QWEN2 = dense.family(
     name="qwen2",
     check=dense.check,
     layer=partial(dense.layer, qkv_bias=True),
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(_CLASSES),
         sglang=sglang.plugin(_CLASSES),

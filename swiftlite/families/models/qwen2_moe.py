@@ -6,7 +6,7 @@ They were published without MTP heads.
 from dataclasses import replace
 
 from swiftlite.families import dense
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.models import qwen3_moe
@@ -53,12 +53,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(dense.attention(hf_config, qkv_bias=True), mlp(hf_config, number), SHARED_EXPERT)
 
 
-QWEN2_MOE = Family(
+QWEN2_MOE = dense.family(
     name="qwen2_moe",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(replace(_CLASSES, trunk="qwen2_moe:Qwen2MoeForCausalLM")),
         sglang=sglang.plugin(_CLASSES),

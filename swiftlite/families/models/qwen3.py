@@ -3,18 +3,15 @@
 from functools import partial
 
 from swiftlite.families import dense
-from swiftlite.families.family import Family
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
 
 _CLASSES = PluginClasses("Qwen3ForCausalLM", trunk="qwen3:Qwen3ForCausalLM", layer="qwen3:Qwen3DecoderLayer")
 
-QWEN3 = Family(
+QWEN3 = dense.family(
     name="qwen3",
     check=partial(dense.check, attention_bias=(False, None)),
     layer=partial(dense.layer, qk_norm=True),
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(_CLASSES),
         sglang=sglang.plugin(_CLASSES),

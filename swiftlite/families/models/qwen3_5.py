@@ -11,7 +11,7 @@ from functools import partial
 
 from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import qwen2_moe, qwen3_moe, qwen3_next
 from swiftlite.families.serving import vllm
@@ -48,7 +48,7 @@ def _outside_wrapped(hf_config: HfConfig) -> Outside:
     return dense.in_wrapper(qwen3_next.outside(hf_config))
 
 
-_family = partial(Family, mtp=dense.QWEN3_NEXT_HEADS, norm_start=0.0)
+_family = partial(dense.family, norm_start=0.0)
 _text = partial(_family, outside=qwen3_next.outside)
 _wrapped = partial(
     _family,

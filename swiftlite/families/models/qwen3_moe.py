@@ -3,20 +3,12 @@
 It was published without MTP heads.
 """
 
-from swiftlite.families import dense
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families import dense, moe
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import Convention, PluginClasses, Serving
-
-
-def _num_experts(hf_config: HfConfig) -> int:
-    """Return the number of experts. config.json on the hub has the key num_experts; transformers 5 writes
-    num_local_experts.
-    """
-    key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    return hf_config[key]
 
 
 def _is_moe_layer(hf_config: HfConfig, layer: int) -> bool:
@@ -64,11 +56,10 @@ def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
 
 def mixture(hf_config: HfConfig) -> MixtureOfExperts:
     """Return the mixture of experts with the sizes of a config.json, without shared experts."""
-    return MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=_num_experts(hf_config),
-        topk=hf_config["num_experts_per_tok"],
-        ffn=hf_config["moe_intermediate_size"],
+    # config.json on the hub has the first key, and transformers writes the second one.
+    return moe.experts_of(
+        hf_config,
+        "num_experts" if "num_experts" in hf_config else "num_local_experts",
         router={
             "moe_router_score_function": "softmax",
             # Softmax over the selected scores equals softmax over all scores, divided by the sum of the selected ones.
@@ -82,12 +73,10 @@ def mixture(hf_config: HfConfig) -> MixtureOfExperts:
     )
 
 
-QWEN3_MOE = Family(
+QWEN3_MOE = dense.family(
     name="qwen3_moe",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(
             PluginClasses("Qwen3MoeForCausalLM", trunk="qwen3_moe:Qwen3MoeForCausalLM"),
@@ -97,9 +86,7 @@ QWEN3_MOE = Family(
         llamacpp="hy_v3",
     ),
     tiny={
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
+        **moe.TINY,
         "num_experts": 4,
     },
 )

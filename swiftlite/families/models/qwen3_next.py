@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from swiftlite.families import dense
+from swiftlite.families import dense, moe
 from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.families.models import qwen2_moe, qwen3_moe
@@ -107,12 +107,11 @@ TINY_LINEAR = {
     "partial_rotary_factor": 0.25,
     "rope_theta": 10000.0,
 }
-QWEN3_NEXT = Family(
+QWEN3_NEXT = dense.family(
     name="qwen3_next",
     check=_check,
     layer=_layer,
     outside=outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     norm_start=0.0,
     serving=Serving(
         # All heads share one projection and one set of norms.
@@ -121,9 +120,7 @@ QWEN3_NEXT = Family(
         llamacpp="qwen3next",
     ),
     tiny={
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
+        **moe.TINY,
         "num_experts": 4,
         "shared_expert_intermediate_size": 32,
         **TINY_LINEAR,

@@ -4,7 +4,7 @@ The dropout of 0.1 in the published config.json does not change logits, and is n
 """
 
 from swiftlite.families import dense
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
@@ -30,12 +30,10 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return dense.layer(hf_config, number, qkv_bias=bool(hf_config.get("attention_bias")))
 
 
-SEED_OSS = Family(
+SEED_OSS = dense.family(
     name="seed_oss",
     check=_check,
     layer=_layer,
-    outside=dense.outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         # The inputs of transformers' classes have three dimensions, the kernel's two.
         vllm=vllm.plugin(PluginClasses("SeedOssForCausalLM", trunk=vllm.TRANSFORMERS), lacks_amx_int8=True),

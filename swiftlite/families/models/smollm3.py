@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from swiftlite.families import dense
 from swiftlite.families.architecture import Outside
-from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving import sglang, vllm
 from swiftlite.families.serving.convention import PluginClasses, Serving
@@ -58,12 +58,11 @@ def _outside(hf_config: HfConfig) -> Outside:
     return replace(dense.outside(hf_config), is_tied=hf_config.get("tie_word_embeddings", True))
 
 
-SMOLLM3 = Family(
+SMOLLM3 = dense.family(
     name="smollm3",
     check=_check,
     layer=_layer,
     outside=_outside,
-    mtp=dense.QWEN3_NEXT_HEADS,
     serving=Serving(
         vllm=vllm.plugin(PluginClasses("SmolLM3ForCausalLM", trunk=vllm.TRANSFORMERS)),
         sglang=sglang.plugin(PluginClasses("SmolLM3ForCausalLM")),

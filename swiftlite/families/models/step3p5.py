@@ -22,7 +22,7 @@ from swiftlite.families.architecture import Outside
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.family import Family, HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
-from swiftlite.families.mlp import MixtureOfExperts, Mlp
+from swiftlite.families.mlp import Mlp
 from swiftlite.families.rope import ROPE_KEYS
 from swiftlite.families.serving.convention import Convention, Serving
 from swiftlite.families.values import rope_problems, value_problems
@@ -207,21 +207,18 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     limit = hf_config["swiglu_limits_shared"][number] or None
     if number not in _mixtures(hf_config):
         return Layer(attention, replace(dense.mlp(hf_config), limit=limit))
-    mixture = MixtureOfExperts(
-        hidden=hf_config["hidden_size"],
-        experts=hf_config["moe_num_experts"],
-        topk=hf_config["moe_top_k"],
-        ffn=hf_config["moe_intermediate_size"],
+    mixture = moe.experts_of(
+        hf_config,
+        "moe_num_experts",
+        "moe_top_k",
         shared_ffn=hf_config["share_expert_dim"],
         expert_bias=True,
         limit=hf_config["swiglu_limits"][number] or None,
         shared_limit=limit,
         hf_is_stacked=True,
         router={
-            "moe_router_score_function": "sigmoid",
+            **moe.SIGMOID_ROUTER,
             "moe_router_topk_scaling_factor": hf_config["moe_router_scaling_factor"],
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "aux_loss",
         },
         router_is_float32=True,  # as in engines
     )

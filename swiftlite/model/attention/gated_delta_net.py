@@ -63,10 +63,6 @@ class GatedDeltaNet(RecurrentAttention):
     def state_shape(self) -> tuple[int, int, int]:
         return self.groups * self.values_per_group, self.sizes.key_head_dim, self.sizes.value_head_dim
 
-    @property
-    def output_size(self) -> int:
-        return self.groups * self.values_per_group * self.sizes.value_head_dim
-
     def mix(
         self,
         projected: Sequence[torch.Tensor],

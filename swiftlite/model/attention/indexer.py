@@ -17,7 +17,7 @@ Shapes: S sequence, B batch, H hidden size, L latent of queries, I heads of the 
 queries of a block and K keys of one sequence, N attention heads on this tensor-parallel rank, D their channels.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch import nn
 from swiftlite.families import indexer as families
 from swiftlite.families.indexer import BLOCK
 from swiftlite.model.attention.rope import rotation
+from swiftlite.model.layers.exact import KeepsPrecision
 from swiftlite.runtime.mesh import Mesh
 
 
@@ -84,7 +85,7 @@ class Index:
         return torch.matmul(weight_Q1I, products_QIK.relu()).squeeze(1)
 
 
-class Indexer(nn.Module):
+class Indexer(KeepsPrecision):
     """The parameters of an indexer, and its projections.
 
     All tensor-parallel ranks hold the whole tensors. Those of exact bridge rows stay float32 in a 16-bit model. The
@@ -109,22 +110,14 @@ class Indexer(nn.Module):
         self.heads, self.head_dim, self.rope_interleave = indexer.heads, indexer.head_dim, indexer.rope_interleave
         self.rotary, self._rotation = config.qk_pos_emb_head_dim, rotation(config)
         self.mean_loss: torch.Tensor | None = None
-        self._exact: list[str] = []
+        self.exact: list[str] = []
         for row in indexer.rows(config.hidden_size, config.q_lora_rank):
             name = row.mcore.removeprefix("indexer.")
             (shape,) = row.hf.values()
             initial = torch.zeros(shape, dtype=torch.float32 if row.is_exact else config.params_dtype)
             self.register_parameter(name, nn.Parameter(initial, requires_grad=config.indexer_loss_coeff > 0))
             if row.is_exact:
-                self._exact.append(name)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Indexer":
-        exact = {name: self.get_parameter(name).data for name in self._exact}
-        super()._apply(fn, recurse)
-        for name, tensor in exact.items():
-            parameter = self.get_parameter(name)
-            parameter.data = tensor.to(parameter.device)
-        return self
+                self.exact.append(name)
 
     @property
     def is_trained(self) -> bool:

@@ -62,10 +62,6 @@ class Mamba2(RecurrentAttention):
     def state_shape(self) -> tuple[int, int, int]:
         return self.groups * self.heads_per_group, self.sizes.state, self.sizes.head_dim
 
-    @property
-    def output_size(self) -> int:
-        return self.groups * self.heads_per_group * self.sizes.head_dim
-
     def mix(
         self,
         projected: Sequence[torch.Tensor],

@@ -117,9 +117,7 @@ def attend(
             its own index.
         sinks_N: score of each head's sink; None without sinks.
     """
-    out = _Merged.apply(kernel, places, scale, sinks_N, query_TND, key_KGD, value_KGD, *own_keys, *own_values)
-    assert out is not None
-    return out
+    return _Merged.apply(kernel, places, scale, sinks_N, query_TND, key_KGD, value_KGD, *own_keys, *own_values)  # type: ignore[return-value]
 
 
 class _Merged(torch.autograd.Function):

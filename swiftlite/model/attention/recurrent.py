@@ -22,10 +22,11 @@ from torch import nn
 
 from swiftlite.model.attention.cache import Cache
 from swiftlite.model.context_parallel import gather_sequence, shared_row, zigzag_positions
+from swiftlite.model.layers.exact import KeepsPrecision
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
-class RecurrentAttention(MegatronModule):
+class RecurrentAttention(KeepsPrecision, MegatronModule):
     """Projections, a convolution over the last tokens, a recurrence, and the projection `out_proj`.
 
     It computes dense rows (one sequence each, padded at the end), packed rows, and rows in decoding. Groups of heads
@@ -41,7 +42,6 @@ class RecurrentAttention(MegatronModule):
         conv1d: a module with the weight [C, 1, K] of the convolution.
     """
 
-    exact: ClassVar[tuple[str, ...]]
     split: ClassVar[tuple[str, ...]]
     projections: ClassVar[tuple[str, ...]]
     out_proj: nn.Module
@@ -80,12 +80,7 @@ class RecurrentAttention(MegatronModule):
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of the states of all heads on this rank."""
-
-    @property
-    @abstractmethod
-    def output_size(self) -> int:
-        """Number of outputs of `mix` for each token on this rank: I."""
+        """Shape of the states of all heads on this rank: heads, channels of a key, outputs of a head."""
 
     @abstractmethod
     def mix(
@@ -113,15 +108,6 @@ class RecurrentAttention(MegatronModule):
         if self.is_recomputed and self.training:
             return tensor_parallel.checkpoint(recurrence, False, *tensors)
         return recurrence(*tensors)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "RecurrentAttention":
-        """Apply `fn`, but keep the parameters of `exact` in float32."""
-        numbers = {name: self.get_parameter(name).data for name in self.exact}
-        super()._apply(fn, recurse)
-        for name, data in numbers.items():
-            parameter = self.get_parameter(name)
-            parameter.data = data.to(parameter.device)
-        return self
 
     def forward(
         self,
@@ -170,7 +156,8 @@ class RecurrentAttention(MegatronModule):
         state = cache.state(states, self.state_shape, torch.float32)
         *lengths, num_padding = cache.lengths(len(projected[0]))
         if not lengths:
-            return projected[0].new_zeros(num_padding, self.output_size)
+            heads, _, size = self.state_shape
+            return projected[0].new_zeros(num_padding, heads * size)
         mixed_TI, before, state = self.mix([each[: cache.num_tokens] for each in projected], lengths, before, state)
         cache.update_state(inputs, before)
         cache.update_state(states, state)

@@ -4,9 +4,8 @@ Shapes: S positions of a row, B batch, H hidden size, N query heads and G key-va
 size of a query or key head, V size of a value head.
 """
 
-from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.attention.joint_norm import JointRMSNorm
 from swiftlite.model.attention.rope import fused_norm_and_rotate, rotation
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.layers.norm import DeferredRMSNorm
 
 
@@ -84,8 +84,7 @@ class SelfAttention(McoreSelfAttention):
             self.linear_gate = self._gate_projection(head_gate)
             # megatron-core's gates are one per channel, and part of `linear_qkv`, which is already built here. With
             # this argument, `forward` applies the gates that `get_query_key_value_tensors` returns.
-            self.config = copy(self.config)
-            self.config.attention_output_gate = True
+            self.config = with_settings(self.config, attention_output_gate=True)
         self.is_rotary, self.rope, self.rope_interleave = is_rotary, rope, rope_interleave
 
     def _gate_projection(self, column: type) -> torch.nn.Module:
@@ -183,17 +182,14 @@ def _with_sizes(config: TransformerConfig, sizes: dict[str, int]) -> Transformer
     """Return the config with other sizes; the config itself if it already has them."""
     if all(getattr(config, name) == size for name, size in sizes.items()):
         return config
-    own = copy(config)  # unlike `replace`, it does not derive other fields again
-    for name, size in sizes.items():
-        setattr(own, name, size)
-    return own
+    return with_settings(config, **sizes)
 
 
-def with_channels(linear: Callable[..., Any], own_inputs: int | None, own_outputs: int | None) -> Callable[..., Any]:
-    """Return a function that builds a linear layer with other numbers of channels than it is called with; None: the
-    same number."""
+@cache
+def with_channels(linear: Any, own_inputs: int | None, own_outputs: int | None = None) -> type:
+    """Return a class of linear layers with other numbers of channels than it is called with; None: the same number."""
 
-    def build(num_inputs: int, num_outputs: int, **options: Any) -> Any:
-        return linear(own_inputs or num_inputs, own_outputs or num_outputs, **options)
+    def build(self: Any, num_inputs: int, num_outputs: int, *args: Any, **options: Any) -> None:
+        linear.__init__(self, own_inputs or num_inputs, own_outputs or num_outputs, *args, **options)
 
-    return build
+    return type(linear.__name__, (linear,), {"__init__": build, "__module__": linear.__module__})

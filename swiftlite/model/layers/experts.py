@@ -4,7 +4,6 @@ product.
 
 import itertools
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP as McoreSequenti
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
+from swiftlite.model.copied_config import with_settings
 from swiftlite.model.layers.compiled import compiled
 from swiftlite.model.layers.swiglu import GeGLU, LimitedSwiGLU, unfused
 from swiftlite.model.layers.tensor_parallel import AddsGradients
@@ -50,8 +50,7 @@ class SequentialMLP(McoreSequentialMLP):
         **kwargs: Any,
     ):
         if latent is not None:
-            config = copy(config)
-            config.hidden_size = latent
+            config = with_settings(config, hidden_size=latent)
         activation: Any = submodules.activation_func
         if issubclass(activation, LimitedSwiGLU | GeGLU):  # `GroupedMLP` has a fused SwiGLU
             config = unfused(config)
@@ -63,8 +62,7 @@ class SequentialMLP(McoreSequentialMLP):
             self._mark_biases()
             # Rows of gate and up alternate (`families/mlp.py`), so a rank's rows are consecutive in the whole matrix.
             # megatron-core would store the first and the second half of a rank's rows apart.
-            ungated = copy(self.config)
-            ungated.gated_linear_unit = False
+            ungated = with_settings(self.config, gated_linear_unit=False)
             experts: list[Any] = list(self.local_experts)
             for expert in experts:
                 expert.config = ungated
@@ -206,9 +204,7 @@ def grouped_linear(
         weights: matrix [out, in] of each expert.
         adds_gradients: whether the backward pass accumulates the weights' gradients in `main_grad`.
     """
-    output = _GroupedLinear.apply(hidden_TI, ends, adds_gradients, *weights)
-    assert output is not None
-    return output
+    return _GroupedLinear.apply(hidden_TI, ends, adds_gradients, *weights)  # type: ignore[return-value]
 
 
 class _GroupedLinear(torch.autograd.Function):

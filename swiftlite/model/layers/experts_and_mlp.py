@@ -48,16 +48,12 @@ class ExpertsAndMLP(MoELayer):
         args, kwargs: arguments of megatron-core's class.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, dense: ModuleSpec, norm: type[nn.Module], **kwargs: Any):
+    def __init__(self, config: TransformerConfig, *args: Any, dense: ModuleSpec, norm: type, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        sizes: dict[str, Any] = {
-            "config": config,
-            "hidden_size": config.hidden_size,
-            "eps": config.layernorm_epsilon,
-        }
+        sizes = config, config.hidden_size, config.layernorm_epsilon
         self.dense: Any = build_module(dense, config=config, tp_group=self.attn_tp_group)
-        self.dense_norm, self.dense_output_norm = norm(**sizes), norm(**sizes)
-        self.experts_norm, self.experts_output_norm = norm(**sizes), norm(**sizes)
+        self.dense_norm, self.dense_output_norm = norm(*sizes), norm(*sizes)
+        self.experts_norm, self.experts_output_norm = norm(*sizes), norm(*sizes)
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normalized output [S, B, H] of the MLP."""

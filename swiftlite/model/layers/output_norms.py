@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import nn
 
 _Add = Callable[[tuple[torch.Tensor, None], torch.Tensor, float], torch.Tensor]
 
@@ -20,17 +19,10 @@ class OutputNormsLayer(TransformerLayer):
         args, kwargs: arguments of megatron-core's class.
     """
 
-    def __init__(
-        self, config: TransformerConfig, *args: Any, norm: type[nn.Module], has_scalar: bool = False, **kwargs: Any
-    ):
+    def __init__(self, config: TransformerConfig, *args: Any, norm: type, has_scalar: bool = False, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        sizes: dict[str, Any] = {
-            "config": config,
-            "hidden_size": config.hidden_size,
-            "eps": config.layernorm_epsilon,
-        }
-        self.post_attention_layernorm = norm(**sizes)
-        self.post_mlp_layernorm = norm(**sizes)
+        sizes = config, config.hidden_size, config.layernorm_epsilon
+        self.post_attention_layernorm, self.post_mlp_layernorm = norm(*sizes), norm(*sizes)
         # megatron-core calls these functions to add an output to the state.
         self.self_attn_bda = self._add_attention
         self.mlp_bda = self._add_mlp

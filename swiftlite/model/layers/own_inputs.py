@@ -28,9 +28,7 @@ class OwnInputs(nn.Module):
         tp_group: ranks that split the embedding. Each has the whole projection.
     """
 
-    def __init__(
-        self, config: TransformerConfig, vocab: int, size: int, norm: type[nn.Module], tp_group: dist.ProcessGroup
-    ):
+    def __init__(self, config: TransformerConfig, vocab: int, size: int, norm: type, tp_group: dist.ProcessGroup):
         super().__init__()
         width, dtype = config.num_layers * size, config.params_dtype
         assert config.init_method is not None
@@ -44,8 +42,7 @@ class OwnInputs(nn.Module):
         )
         self.word_embeddings.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.projection = nn.Linear(config.hidden_size, width, bias=False, dtype=dtype)
-        sizes: dict[str, Any] = {"config": config, "hidden_size": size, "eps": config.layernorm_epsilon}
-        self.norm = norm(**sizes)
+        self.norm = norm(config, size, config.layernorm_epsilon)
         sum_over_sequence_ranks(config, self.projection.parameters())
         self.size, self.is_in_order = size, not config.sequence_parallel
         # Rounded to the model's precision, as in transformers' embedding module.
@@ -77,13 +74,12 @@ class OwnInputLayer(OutputNormsLayer):
         input_size: P.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, norm: type[nn.Module], input_size: int, **kwargs: Any):
+    def __init__(self, config: TransformerConfig, *args: Any, norm: type, input_size: int, **kwargs: Any):
         super().__init__(config, *args, norm=norm, **kwargs)
         hidden, dtype = config.hidden_size, config.params_dtype
         self.own_input_gate = nn.Linear(hidden, input_size, bias=False, dtype=dtype)
         self.own_input_projection = nn.Linear(input_size, hidden, bias=False, dtype=dtype)
-        sizes: dict[str, Any] = {"config": config, "hidden_size": hidden, "eps": config.layernorm_epsilon}
-        self.own_input_norm = norm(**sizes)
+        self.own_input_norm = norm(config, hidden, config.layernorm_epsilon)
         for linear in (self.own_input_gate, self.own_input_projection):
             sum_over_sequence_ranks(config, linear.parameters())
 

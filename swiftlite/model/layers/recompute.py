@@ -64,9 +64,8 @@ def checkpoint(
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
         return te_checkpoint(function, False, tensor_parallel.get_cuda_rng_tracker, tp_group, hidden_states, *others)
-    output = _Checkpoint.apply(function, False, hidden_states, *others)  # False: distribute_saved_activations
-    assert output is not None
-    return output
+    # False: distribute_saved_activations
+    return _Checkpoint.apply(function, False, hidden_states, *others)  # type: ignore[return-value]
 
 
 class TransformerBlock(McoreTransformerBlock):

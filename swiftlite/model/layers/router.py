@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter as McoreTopKRouter
 
 from swiftlite.model.layers.dispatcher import LocalTokenDispatcher
+from swiftlite.model.layers.exact import KeepsPrecision
 from swiftlite.model.layers.recompute import checkpoint
 from swiftlite.model.loss.balance import RoutedTokens, tokens_times_loss
 from swiftlite.runtime.mesh import Mesh
@@ -121,18 +122,14 @@ class TopKRouter(McoreTopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, self.config.moe_aux_loss_coeff * tokens.divisor * mean)
 
 
-class Float32Router(TopKRouter):
+class Float32Router(KeepsPrecision, TopKRouter):
     """A router whose matrix is float32 even in a 16-bit model."""
+
+    exact = ("weight",)
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.weight.data = self.weight.data.float()
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Float32Router":
-        exact = self.weight.data
-        super()._apply(fn, recurse)
-        self.weight.data = exact.to(self.weight.device)
-        return self
 
 
 class BiasedSoftmaxRouter(Float32Router):

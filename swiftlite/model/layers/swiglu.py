@@ -1,6 +1,5 @@
 """The activations of MLPs, as modules: from 0.17 on, megatron-core accepts nothing else (`apply_module`)."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from swiftlite.model.copied_config import with_settings
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,7 @@ class SwiGLU(_ActivationModule):
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Map [..., 2 * ffn] to [..., ffn]."""
-        product = _GatedProduct.apply(gate_up, self.activation)
-        assert product is not None
-        return product
+        return _GatedProduct.apply(gate_up, self.activation)  # type: ignore[return-value]
 
 
 class GeGLU(SwiGLU):
@@ -112,9 +111,7 @@ class ClampedSwiGLU(SwiGLU):
     """The activation of gpt-oss (`families/mlp.py`), where gate and up alternate in the last dimension."""
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        product = _ClampedProduct.apply(gate_up)
-        assert product is not None
-        return product
+        return _ClampedProduct.apply(gate_up)  # type: ignore[return-value]
 
 
 ALPHA = 1.702
@@ -160,9 +157,7 @@ class LimitedSwiGLU(SwiGLU):
     limit: ClassVar[float]
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        product = _LimitedProduct.apply(gate_up, self.limit)
-        assert product is not None
-        return product
+        return _LimitedProduct.apply(gate_up, self.limit)  # type: ignore[return-value]
 
 
 @cache
@@ -202,6 +197,4 @@ def unfused(config: Any) -> Any:
     """Return a copy of megatron-core's config with which a module computes the activation of its spec, instead of
     megatron-core's fused one.
     """
-    config = copy.copy(config)
-    config.use_te_activation_func, config.bias_activation_fusion = True, False
-    return config
+    return with_settings(config, use_te_activation_func=True, bias_activation_fusion=False)

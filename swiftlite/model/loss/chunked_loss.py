@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from swiftlite.model.layers.compiled import compiled
 from swiftlite.model.layers.tensor_parallel import add_product_
+from swiftlite.model.loss.clusters import TokenClusters
 from swiftlite.model.loss.losses import (
     Distance,
     Group,
@@ -281,6 +282,7 @@ def chunked_loss(
     *,
     frozen_VH: torch.Tensor | None = None,
     cap: float | None = None,
+    clusters: TokenClusters | None = None,
     returns_gradient: bool = True,
 ) -> TokenLoss:
     """Return the result of `token_loss` or `distillation_loss` for the logits `states_NH @ weight_VH.T`.
@@ -295,9 +297,10 @@ def chunked_loss(
         frozen_VH: columns of the matrix before those of `weight_VH`, which get no gradient. The states have columns for
             both.
         cap: as for `capped`.
+        clusters: of which only the selected ones are predicted; the loss is that of all tokens.
         returns_gradient: whether autograd must receive a gradient of the matrix although it was added to `main_grad`.
     """
-    logits = _Logits(weight_VH, target, sharing(tp_group), tokens_V, cap, frozen_VH)
+    logits = _Logits(weight_VH, target, sharing(tp_group), tokens_V, cap, frozen_VH, clusters)
     entropy_N = target.entropy_N if isinstance(target, LabelTarget) else None
     overlap_N = target.overlap_N if isinstance(target, TrunkTarget) else None
     total = None
@@ -324,6 +327,7 @@ class _Logits:
     tokens_V: torch.Tensor | None
     cap: float | None
     frozen_VH: torch.Tensor | None
+    clusters: TokenClusters | None
 
     def product(self, states_NH: torch.Tensor) -> torch.Tensor:
         """Return the logits of some states, without the cap."""
@@ -371,7 +375,10 @@ class _Logits:
         if self.cap is not None:
             slope_CV = _fused_cap_(logits_CV, self.cap)
         prediction_C = None
-        if self.group is not None:
+        if self.clusters is not None:
+            shown_CV = self.clusters.masked(logits_CV, states_NH[rows], self.group)
+            prediction_C = vocab_parallel_argmax(shown_CV, self.group, self.tokens_V)
+        elif self.group is not None:
             prediction_C = vocab_parallel_argmax(logits_CV, self.group, self.tokens_V)
         loss_C, row_C = self.target.loss_(logits_CV, rows, self.group, share_C1)
         if slope_CV is not None:

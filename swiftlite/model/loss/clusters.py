@@ -92,19 +92,19 @@ class TokenClusters(nn.Module):
 
 def with_clusters(
     loss: TokenLoss,
-    clusters: TokenClusters,
+    clusters: TokenClusters | None,
     states_NA: torch.Tensor,
-    prediction_N: torch.Tensor,
     selected: Selected,
     share_BS: torch.Tensor | None,
 ) -> TokenLoss:
-    """Return the loss of all logits with that of the scores added.
+    """Return the loss of all logits with that of the scores added; without clusters the loss.
 
     Args:
-        prediction_N: the most likely tokens of the selected clusters.
         selected: the positions in the micro-batch that the states belong to, and their labels.
         share_BS: as for `chunked_loss`.
     """
+    if clusters is None:
+        return loss
     where = (selected.row_N, selected.pos_N)
     added_N = clusters.loss(states_NA, selected.label_N)
     added_BS, total = added_N.new_zeros(selected.shape).index_put(where, added_N), loss.total
@@ -112,5 +112,4 @@ def with_clusters(
         assert share_BS is not None
         total = total + (added_BS * share_BS).sum()
         added_BS = added_BS.detach()
-    prediction_BS = loss.prediction_BS.index_put(where, prediction_N)
-    return replace(loss, loss_BS=loss.loss_BS + added_BS, prediction_BS=prediction_BS, total=total)
+    return replace(loss, loss_BS=loss.loss_BS + added_BS, total=total)

@@ -106,18 +106,24 @@ def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch
 
 
 def token_loss(
-    logits_NV: torch.Tensor, selected: Selected, tp_group: dist.ProcessGroup, *, with_entropy: bool = False
+    logits_NV: torch.Tensor,
+    selected: Selected,
+    tp_group: dist.ProcessGroup,
+    *,
+    shown_NV: torch.Tensor | None = None,
+    with_entropy: bool = False,
 ) -> TokenLoss:
     """Compute loss and prediction for the selected positions; return them as [B, S].
 
     Args:
         logits_NV: this rank's part of the logits at the selected positions.
         selected: the positions and their labels.
+        shown_NV: the logits of which the largest is the prediction, if not those (`OutputMatrix.shown`).
         with_entropy: whether to compute the entropy as well.
     """
     entropy_N = None
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group))
+        prediction_N = vocab_parallel_argmax(logits_NV if shown_NV is None else shown_NV, sharing(tp_group))
         if with_entropy:
             parts = logits_NV.split(MAX_POSITIONS)
             entropy_N = torch.cat([entropy(part_NV, sharing(tp_group)) for part_NV in parts])
@@ -151,6 +157,7 @@ def distillation_loss(
     tokens_V: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
     *,
+    shown_NV: torch.Tensor | None = None,
     with_overlap: bool = False,
 ) -> TokenLoss:
     """Compute the distance between the distributions of a head and the trunk for the same token. Only the head gets a
@@ -173,10 +180,11 @@ def distillation_loss(
         selected: the positions in the micro-batch that the logits belong to.
         tokens_V: the token of each logit, for a draft vocabulary; None for the whole vocabulary.
         beta: for "jsd", a scalar between 0 and 1.
+        shown_NV: as for `token_loss`.
         with_overlap: whether to return the overlap as well, for the kinds of `overlap_of`.
     """
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group), tokens_V)
+        prediction_N = vocab_parallel_argmax(logits_NV if shown_NV is None else shown_NV, sharing(tp_group), tokens_V)
     overlap_N = logits_NV.new_empty(len(logits_NV), dtype=torch.float32) if with_overlap else None
     loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, sharing(tp_group), beta, overlap_N)
     assert loss_N is not None

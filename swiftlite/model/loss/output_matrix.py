@@ -38,6 +38,13 @@ class OutputMatrix:
         return capped(self.product(hidden_NH), self.cap)
 
     @torch.no_grad()
+    def shown(self, logits_NV: torch.Tensor, hidden_NH: torch.Tensor, group: Group) -> torch.Tensor:
+        """Return the logits [N, V] from which drafts are chosen: all others are below those of selected clusters."""
+        if self.clusters is None:
+            return logits_NV
+        return self.clusters.masked(logits_NV, hidden_NH, group)
+
+    @torch.no_grad()
     def most_likely(self, hidden_NH: torch.Tensor, group: Group) -> torch.Tensor:
         """Return the most likely tokens [N] after states [N, H]. Logits are computed for MAX_POSITIONS at a time.
 
@@ -47,10 +54,8 @@ class OutputMatrix:
         token_N = torch.empty(len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
         for start in range(0, len(hidden_NH), MAX_POSITIONS):
             some = slice(start, start + MAX_POSITIONS)
-            logits_NV = self.logits(hidden_NH[some])
-            if self.clusters is not None:
-                logits_NV = self.clusters.masked(logits_NV, hidden_NH[some], group)
-            token_N[some] = vocab_parallel_argmax(logits_NV, group, self.tokens_V)
+            shown_NV = self.shown(self.logits(hidden_NH[some]), hidden_NH[some], group)
+            token_N[some] = vocab_parallel_argmax(shown_NV, group, self.tokens_V)
         return token_N
 
     def detached(self, group: Any) -> "OutputMatrix":

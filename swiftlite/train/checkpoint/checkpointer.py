@@ -265,9 +265,12 @@ def load_checkpoint(
     """
     if not is_verified and (problem := damage_of(checkpoint)):
         raise UserError(f"{checkpoint} is damaged: {problem}", USE_ANOTHER)
-    tensors = {name: _without_extra(state) for name, state in sharded_model(chunks, mesh, prefix).items()}
-    if not with_heads:
-        tensors = {name: _without_heads(state) for name, state in tensors.items()}
+
+    def is_loaded(key: str) -> bool:
+        return not _is_extra(key) and (with_heads or not key.startswith("mtp."))
+
+    states = sharded_model(chunks, mesh, prefix)
+    tensors = {name: {key: state[key] for key in state if is_loaded(key)} for name, state in states.items()}
     slots = slots_of(optimizer) if optimizer is not None else []
     if state := state_to_load(slots, dict(tensors)):
         tensors["optimizer"] = state
@@ -329,18 +332,10 @@ def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh, prefix: str = ""
 
 
 def _is_extra(key: str) -> bool:
+    """Return whether this is an entry that only Transformer Engine's layers write."""
     return key.endswith("_extra_state")
-
-
-def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without `_extra_state` entries, which only Transformer Engine's layers write."""
-    return {key: value for key, value in state.items() if not _is_extra(key)}
 
 
 def _chunk_names(chunks: Sequence[MegatronModule], prefix: str) -> list[str]:
     """Return the key of each chunk's tensors; checkpoints do not contain it."""
     return [f"{prefix}model{number}" for number in range(len(chunks))]
-
-
-def _without_heads(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tensor for key, tensor in state.items() if not key.startswith("mtp.")}

@@ -35,18 +35,16 @@ class HoldsMoments(ABC):
         return MOMENTS
 
     @abstractmethod
-    def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return a moment of a tensor that the optimizer updates, as float32 on any device; zeros before the first
-        update.
-        """
+    def state_of(self, main: torch.Tensor) -> dict[str, Any]:
+        """Return the moments and the number of updates (`step`) of a tensor, zeros before the first update."""
 
-    @abstractmethod
+    def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return a moment of a tensor that the optimizer updates, as float32 on any device."""
+        return self.state_of(main)[kind]
+
     def set_moment(self, main: torch.Tensor, kind: str, values: torch.Tensor) -> None:
         """Write a moment; values that `moment` returned restore its state exactly."""
-
-    @abstractmethod
-    def set_step(self, main: torch.Tensor, step: int) -> None:
-        """Set the number of updates so far."""
+        self.state_of(main)[kind].copy_(values)
 
     def weights_were_loaded(self) -> None:  # noqa: B027 - most optimizers keep no copies
         """Update copies of the tensors that the optimizer updates, whose values were loaded from a checkpoint."""
@@ -119,7 +117,7 @@ class Slot:
         """Set the optimizer's number of updates so far."""
         if isinstance(self.inner, HoldsMoments):
             if self.main is not None:
-                self.inner.set_step(self.main, step)
+                self.inner.state_of(self.main)["step"].fill_(step)
         elif isinstance(self.inner, torch.optim.Adam) and self.main is not None:  # or its subclass AdamW
             is_fused = self.inner.param_groups[0].get("fused")
             device = self.main.device if is_fused else torch.device("cpu")

@@ -33,7 +33,7 @@ def _scored(pair: Sample, chosen: float, rejected: float) -> Sample:
 
 def preference_objective(run: Run) -> PreferenceObjective:
     """Return the objective of a run."""
-    return PreferenceObjective(preference_of(run.args), run.plan.heads, run.args.mtp_loss_scaling_factor)
+    return PreferenceObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, preference_of(run.args))
 
 
 DPO = Training(

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from swiftlite.args.commands import DpoArgs
-from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.data.changed_samples import ChangedSamples, JoinedSamples
 from swiftlite.data.dataset import Data
@@ -32,6 +31,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches.micro_batches import MicroBatches
 from swiftlite.train.methods.conversations import load_data, make_conversation_encoder
 from swiftlite.train.methods.mtp_loss import (
+    HeadObjective,
     add_heads,
     count_labels_and_sequences,
     head_coefficients,
@@ -73,7 +73,7 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
 
 
 @dataclass(frozen=True)
-class KtoObjective:
+class KtoObjective(HeadObjective):
     """TRL's KTO loss, a mean over the answers of a global batch, plus the losses of the MTP heads on the good answers.
 
     Let r be log(model / reference), summed over the tokens of an answer. The loss of the answer is
@@ -86,22 +86,13 @@ class KtoObjective:
     """
 
     preference: Preference
-    heads: Heads
-    mtp_loss_scaling_factor: float
     kl: float = 0.0
+    num_sums = SUMS
 
     def prepare(self, model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> "KtoObjective":
         """Return the objective with the KL of this global batch; see `PreparedObjective`."""
         assert isinstance(batches, MicroBatches)  # the rules reject --streaming
         return replace(self, kl=measure_kl(model, mesh, batches.companions))
-
-    @property
-    def nonfinite_hint(self) -> str:
-        return "lower --lr or --mtp_loss_scaling_factor"
-
-    @property
-    def sums_shape(self) -> tuple[int]:
-        return (SUMS + 3 * self.heads.drafts,)
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Count valid targets, all tokens and answers, for the trunk and each MTP depth: int64 [3, K]."""
@@ -187,7 +178,7 @@ def _with_label(number: int, sample: Sample) -> Sample:
 
 def kto_objective(run: Run) -> KtoObjective:
     """Return the objective of a run."""
-    return KtoObjective(preference_of(run.args), run.plan.heads, run.args.mtp_loss_scaling_factor)
+    return KtoObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, preference_of(run.args))
 
 
 def _with_companion(sample: Sample) -> Sample:

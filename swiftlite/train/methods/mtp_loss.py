@@ -5,6 +5,8 @@ context-parallel rank.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +16,22 @@ from swiftlite.data.batch import Batch
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class HeadObjective:
+    """The parts of `Objective` that are the same for all losses to which those of MTP heads are added."""
+
+    heads: Heads
+    mtp_loss_scaling_factor: float
+
+    nonfinite_hint = "lower --lr or --mtp_loss_scaling_factor"
+    num_sums: ClassVar[int]
+    """Number of statistics of a micro-batch without those of the heads."""
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        return (self.num_sums + 3 * self.heads.drafts,)
 
 
 def count_labels(batches: Sequence[Batch], heads: Heads) -> torch.Tensor:

@@ -11,21 +11,21 @@ from functools import partial
 import torch
 
 from swiftlite.acceptance import statistics
-from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
 from swiftlite.model.inputs import ModelInputs, Target
 from swiftlite.model.loss.balance import Balance
+from swiftlite.model.loss.chunked_loss import TeacherTarget
 from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.trunk import COMPUTED, TrunkSource
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, target_weights
+from swiftlite.train.methods.mtp_loss import HeadObjective, add_heads, count_labels, head_coefficients, target_weights
 from swiftlite.train.phases import Run
 
 
 @dataclass(frozen=True)
-class NextTokenObjective:
+class NextTokenObjective(HeadObjective):
     """The next-token loss plus weighted MTP losses; each loss is a mean over its valid targets.
 
     Let N_k be the number of valid targets of depth k (of D) in the global batch, and N_0 that of the trunk. Let a_k be
@@ -42,13 +42,7 @@ class NextTokenObjective:
     mtp_loss_scaling_factor * a_k * N_0 / N_k`.
     """
 
-    heads: Heads
-    mtp_loss_scaling_factor: float
     trunk: TrunkSource = COMPUTED
-
-    @property
-    def nonfinite_hint(self) -> str:
-        return "lower --lr or --mtp_loss_scaling_factor"
 
     @property
     def sums_shape(self) -> tuple[int, int]:
@@ -64,14 +58,23 @@ class NextTokenObjective:
         targets, tokens = counts.tolist()
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], targets[0])
         balance = Balance(tokens, divisor=targets[0])
+        teacher_of = self._make_teacher()
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
-            target = Target.of(batch, weights=target_weights(batch.loss_scale_KBS, coefficients))
+            weights = target_weights(batch.loss_scale_KBS, coefficients)
+            target = Target.of(batch, teacher_of(model), weights=weights)
             output = model(ModelInputs.of(batch, balance), target, self.trunk.output(model, batch))
             return output, partial(mean_over_labels, batch=batch, coefficients=coefficients, mesh=mesh)
 
         return forward_step
+
+    def _make_teacher(self) -> Callable[[torch.nn.Module], TeacherTarget | None]:
+        """Return a function that returns, for each micro-batch in order, what the trunk learns in place of labels.
+
+        It is called with the model of this stage.
+        """
+        return lambda model: None
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
         """Return `loss`, and `mtp_K_loss` and `mtp_K_acceptance` of each depth K; 0 without targets."""

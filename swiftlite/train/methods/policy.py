@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
@@ -23,6 +22,7 @@ from swiftlite.plan.policy import Policy
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.mtp_loss import (
+    HeadObjective,
     add_heads,
     count_labels_and_sequences,
     head_coefficients,
@@ -177,7 +177,7 @@ def teacher_kl_of(old_BS: torch.Tensor, teacher_BS: torch.Tensor) -> torch.Tenso
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
+class PolicyObjective(HeadObjective):
     """The loss of all completions of a global batch, plus losses of the MTP heads on their tokens.
 
     With a teacher, the advantage of a token is its reward's minus `teacher_kl_coef` times `teacher_kl_of`. Its gradient
@@ -201,18 +201,11 @@ class PolicyObjective:
     """
 
     policy: Policy
-    heads: Heads
-    mtp_loss_scaling_factor: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    num_maxima: int = len(MAXIMA)
 
-    @property
-    def nonfinite_hint(self) -> str:
-        return "lower --lr, --beta, --teacher_kl_coef or --mtp_loss_scaling_factor"
-
-    @property
-    def sums_shape(self) -> tuple[int]:
-        return (len(SUMS) + 3 * self.heads.drafts + self.num_maxima,)
+    nonfinite_hint = "lower --lr, --beta, --teacher_kl_coef or --mtp_loss_scaling_factor"
+    num_maxima = len(MAXIMA)
+    num_sums = len(SUMS) + num_maxima
 
     def prepare(self, model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> "PolicyObjective":
         """Return the objective with the metrics of these completions."""

@@ -12,7 +12,6 @@ import torch
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch.nn.functional import logsigmoid
 
-from swiftlite.base.heads import Heads
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.methods.dpo import FIGURES
 from swiftlite.model.forward import forward_step_of
@@ -23,7 +22,15 @@ from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.plan.preference import Preference
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums, mean_of
+from swiftlite.train.methods.mtp_loss import (
+    HeadObjective,
+    add_heads,
+    count_labels,
+    head_coefficients,
+    head_means,
+    head_sums,
+    mean_of,
+)
 
 REFERENCE = Extra("reference")
 """The log-probability of a sequence's labels under the reference model."""
@@ -143,7 +150,7 @@ def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class PreferenceObjective:
+class PreferenceObjective(HeadObjective):
     """The mean loss of all pairs of a global batch, plus losses on the tokens of the preferred answers.
 
     Let P be the number of pairs in the global batch, N_0 the number of labels of the preferred answers, N_k this number
@@ -157,18 +164,7 @@ class PreferenceObjective:
     """
 
     preference: Preference
-    heads: Heads
-    mtp_loss_scaling_factor: float
-
-    @property
-    def nonfinite_hint(self) -> str:
-        return "lower --lr or --mtp_loss_scaling_factor"
-
-    @property
-    def sums_shape(self) -> tuple[int]:
-        # The number of pairs, FIGURES, loss and number of preferred tokens, and the statistics of each depth
-        # (`acceptance/statistics.py`).
-        return (1 + len(FIGURES) + 2 + 3 * self.heads.drafts,)
+    num_sums = 1 + len(FIGURES) + 2  # the number of pairs, FIGURES, loss and number of preferred tokens
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Count targets, tokens, targets in preferred answers and pairs, for the trunk and each MTP depth.

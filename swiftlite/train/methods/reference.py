@@ -33,17 +33,18 @@ from swiftlite.data.image_inputs import IMAGE_EXTRAS
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
 from swiftlite.families.resolved import HfModel
-from swiftlite.model.forward import forward_step_of, run_batches
+from swiftlite.model.forward import forward_step_of
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model
-from swiftlite.model.ranks import broadcast_from_last_stage, broadcast_from_mesh
+from swiftlite.model.ranks import broadcast_from_mesh
 from swiftlite.plan.preference import reference_layout
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches, Collated
+from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.methods.frozen import batches_of, mesh_of, with_same_images
 from swiftlite.train.methods.preference import log_probabilities_of
+from swiftlite.train.methods.separate import values_of
 from swiftlite.train.phases import Run
 
 FLAG = "--ref_logprobs_cache"
@@ -247,7 +248,6 @@ def slices(
         yield keys, pairs
 
 
-@torch.no_grad()
 def log_probabilities(
     chunks: Sequence[GPTModel], mesh: Mesh, batches: Batches, pairs: Sequence[Sample]
 ) -> torch.Tensor:
@@ -260,24 +260,12 @@ def log_probabilities(
         chunks: the model's stages on this rank.
         batches: splits rows over the ranks of `mesh`.
     """
-    firsts = range(0, len(pairs), mesh.dp.size())
-    mine = [first + mesh.dp.rank() for first in firsts]  # an index past the end is computed as padding
-    micro_batches = Collated(batches.collate, [pairs[index : index + 1] for index in mine])
-    for chunk in chunks:
-        chunk.eval()
 
     def score(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         log_p_N, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
-        log_p_P2 = log_p_N.view(-1, 2)
-        return log_p_P2.sum(), torch.ones((), dtype=torch.int32, device=log_p_P2.device), log_p_P2
+        return log_p_N.sum(), torch.ones((), dtype=torch.int32, device=log_p_N.device), log_p_N
 
-    with mesh.active():
-        parts = run_batches(chunks, mesh, micro_batches, forward_step_of(score), forward_only=True)
-    found = torch.zeros(len(pairs), 2, device=mesh.device.torch_device)
-    for index, log_p_P2 in zip(mine, parts, strict=False):  # empty before the last stage
-        found[index : index + 1] = log_p_P2
-    dist.all_reduce(found, group=mesh.dp)  # one rank has a pair's value, the others zero
-    return broadcast_from_last_stage(found, mesh)
+    return values_of(chunks, mesh, batches, pairs, [2] * len(pairs), forward_step_of(score)).view(-1, 2)
 
 
 def score_with_reference(

@@ -165,9 +165,8 @@ def rewards_of(scores_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> torch.Tenso
 
 def reward_objective(run: Run) -> RewardObjective:
     """Return the objective of a run."""
-    args = run.args
-    assert isinstance(args, RmArgs)
-    return RewardObjective(args.center_rewards_coefficient or 0.0)
+    assert isinstance(run.args, RmArgs)
+    return RewardObjective(run.args.center_rewards_coefficient or 0.0)
 
 
 def no_prompts(run: Run) -> tuple[Sequence[Prompt], Sequence[int]]:

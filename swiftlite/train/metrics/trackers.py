@@ -110,8 +110,25 @@ class Wandb:
         self.run.finish()
 
 
-class SwanLab:
-    """A run of SwanLab. SwanLab has no summary, so the summary is logged as the last point."""
+class _LastPoint:
+    """A run of a tracker without a summary, which is logged as the last point."""
+
+    run: Any
+    step = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step = step
+        self.run.log(dict(metrics), step=step)
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        self.run.log(dict(figures), step=self.step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class SwanLab(_LastPoint):
+    """A run of SwanLab."""
 
     def __init__(self, run: TrackedRun):
         import swanlab  # pyright: ignore[reportMissingImports]
@@ -129,11 +146,6 @@ class SwanLab:
                 terminal={"proxy_type": "none"},
             ),
         )
-        self.step = 0
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.step = step
-        self.run.log(dict(metrics), step=step)
 
     def log_table(self, step: int, table: Table) -> None:
         import swanlab  # pyright: ignore[reportMissingImports]
@@ -141,12 +153,6 @@ class SwanLab:
         shown = swanlab.echarts.Table()  # requires pyecharts
         shown.add(list(table.columns), [list(row) for row in table.rows])
         self.run.log({table.name: shown}, step=step)
-
-    def summarize(self, figures: Mapping[str, float]) -> None:
-        self.run.log(dict(figures), step=self.step)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 class MLflow:
@@ -173,8 +179,8 @@ class MLflow:
         self.mlflow.end_run()
 
 
-class Trackio:
-    """A run of Trackio, which finds a run by its name. Trackio has no summary, so it is logged as the last point."""
+class Trackio(_LastPoint):
+    """A run of Trackio, which finds a run by its name."""
 
     def __init__(self, run: TrackedRun):
         import trackio  # pyright: ignore[reportMissingImports]
@@ -190,11 +196,6 @@ class Trackio:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        self.step = 0
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.step = step
-        self.run.log(dict(metrics), step=step)
 
     def log_table(self, step: int, table: Table) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
@@ -202,12 +203,6 @@ class Trackio:
 
         shown = trackio.Table(dataframe=DataFrame(table.rows, columns=list(table.columns)))
         self.run.log({table.name: shown}, step=step)
-
-    def summarize(self, figures: Mapping[str, float]) -> None:
-        self.run.log(dict(figures), step=self.step)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
