@@ -207,7 +207,10 @@ def draw_stacks(name: str, title: str, layers: Sequence[Line], *, x: str, y: str
 def _look(number: int) -> dict[str, Any]:
     """Return color and hatching of the bars of a series; only the first one is filled."""
     place = number % len(SERIES)
-    return {"color": "none" if place else SERIES[0], "edgecolor": SERIES[place], "hatch": HATCHES[place]}
+    fill = "none"
+    if place == 0:
+        fill = SERIES[0]
+    return {"color": fill, "edgecolor": SERIES[place], "hatch": HATCHES[place]}
 
 
 def share(value: float | None) -> str:

@@ -487,7 +487,9 @@ class Gemma4HeadMTPModel(Gemma3MTPModel):
         return Gemma4Layer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
     def expert_mapping(self) -> ExpertMapping:
-        return [] if self.config.num_experts is None else super().expert_mapping()
+        if self.config.num_experts is None:
+            return []
+        return super().expert_mapping()
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the heads from HF tensors. If keys are values, vLLM's layer has them twice."""
