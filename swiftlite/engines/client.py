@@ -1,4 +1,4 @@
-"""Define the interface of clients for an engine's server, and read the stream of an answer.
+"""Define the clients of engines' servers, and read the stream of an answer.
 
 Each engine has its client class (`vllm/client.py`, `sglang/client.py`). Received bytes are stored with their arrival
 times. They are parsed after the answer is complete, so that the time of parsing is not measured.
@@ -8,14 +8,18 @@ vLLM's own client (`vllm bench serve`) is not used, because it requires vLLM and
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.base.errors import UserError
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.server import metrics
 
 Event = tuple[float, dict[str, Any]]
 """A chunk of a streamed answer: seconds since the request was sent, and the parsed content."""
@@ -49,9 +53,23 @@ class Answer:
         return (self.seconds - self.seconds_to_first) / (self.num_tokens - 1)
 
 
-class Client(Protocol):
-    """A client of one engine's server, made from a session, a `Sampling` and the number of tokens drafted per step."""
+class Client(ABC):
+    """A client of one engine's server.
 
+    Args:
+        sampling: sampling settings of all answers.
+        num_speculative_tokens: number of tokens drafted per step.
+    """
+
+    info: EngineInfo
+
+    def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
+        self._session = session
+        self._sampling = sampling
+        self._num_tokens = num_speculative_tokens
+        self._cached_tokens = 0
+
+    @abstractmethod
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
         """Complete a prompt; the prefix cache is shared only between prompts with the same salt.
 
@@ -59,15 +77,18 @@ class Client(Protocol):
             UserError: the server rejects the request.
             aiohttp.ClientError: the server does not respond.
         """
-        ...
 
     async def draft_counts(self) -> DraftCounts:
         """Return the draft counts since the start of the server."""
-        ...
+        return metrics.counts_of(await self._metrics(), self.info.metrics_prefix, self._num_tokens)
 
     async def cached_tokens(self) -> int:
         """Return the number of prompt tokens found in the prefix cache since the start of the server."""
-        ...
+        return self._cached_tokens
+
+    async def _metrics(self) -> str:
+        async with self._session.get("/metrics", raise_for_status=True) as response:
+            return await response.text()
 
 
 async def stream(session: aiohttp.ClientSession, path: str, request: dict[str, Any]) -> list[Event]:

@@ -18,6 +18,6 @@ def names_with(part: str) -> list[str]:
     """Return the names of engines whose `EngineInfo` has a value for the attribute `part`.
 
     `deploy` requires `server`, `bench` requires `client`, `doctor` requires `dry_load`, and `evaluate --server`
-    requires `draft_counts`. All engines have `adapter`.
+    requires `counts_drafts`. All engines have `adapter`.
     """
     return [name for name, info in ENGINES.items() if vars(info)[part]]

@@ -6,7 +6,7 @@ used.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,8 +73,6 @@ class EngineInfo:
         drafts_without_heads: whether they support drafts from the text alone.
         drafters: kinds of drafters with which the engine drafts (`families/drafters.py`).
         gpu_drafters: those of them with which it drafts only on a GPU.
-        drafter_problem: returns why it does not run the drafter that config.json declares, if `drafters` and the trunks
-            of the kind do not say so; "" if it does.
         drafts_with_windows: whether it drafts with drafters other than MTP heads for trunks with sliding windows.
         takes_live_weights: whether the engine's server accepts new weights while serving.
         logs_requests: whether the engine's server supports the middleware of `request_log`.
@@ -97,15 +95,14 @@ class EngineInfo:
         server: name of the function that returns a `ServerCommand`, in which `--port` precedes the port; its arguments
             are `DeployArgs`, an `HfModel`, whether the server drafts, and a `DraftSchedule` or None. If "", `deploy`
             does not support the engine.
-        client: name of the `Client` class that `bench` uses. If "", `bench` does not support the engine.
+        client: name of the `Client` that `bench` uses. If "", `bench` does not support the engine.
         metrics_prefix: prefix of the names of the engine's metrics in /metrics of its server, which identifies the
             engine; "" if the engine has no server.
-        draft_counts: name of the function that maps the text of /metrics to the server's `DraftCounts`, or to None if
-            the server does not draft. If "", `evaluate --server` does not support the engine.
+        counts_drafts: whether /metrics has counters of drafts (`server/metrics.py`), which `evaluate --server` reads.
         counts_per_request: keyword arguments of the engine with which its server counts the drafts of each request;
             empty if it always does.
-        throughput: name of the function that maps the text of /metrics to the server's `Throughput`. If "",
-            `evaluate --tasks` does not support the engine; its server must return log-probabilities of prompts.
+        measures_requests: whether /metrics has the counters of `Throughput`, and the server returns log-probabilities
+            of prompts, for `evaluate --tasks`.
         dry_load: name of the function that maps an `EngineConfig` to a `LoadReport`; it is called in a subprocess. If
             "", `doctor` does not support the engine.
         file_report: name of the function that maps a file which the engine reads to a `LoadReport`. If "", the engine
@@ -118,8 +115,9 @@ class EngineInfo:
             above 0 on this machine; it returns None if verification is correct. If "", verification is always correct.
         families: name of the collection with the names of the families that the engine runs. If "", these are all
             families.
-        heads_problem: name of the function that maps a `Family` and the content of config.json to the reason why the
-            engine does not draft with an MTP head of the model; "" if it does. If "", it does for all models.
+        drafting_problem: name of the function that maps a `Family` and the content of config.json to the reason why the
+            engine does not draft with the declared drafter, or with an MTP head if none is declared; "" if it does. If
+            "", `drafters` and the trunks of their kinds say everything.
     """
 
     name: str
@@ -145,7 +143,6 @@ class EngineInfo:
     drafts_without_heads: bool = False
     drafters: tuple[str, ...] = (MTP,)
     gpu_drafters: tuple[str, ...] = ()
-    drafter_problem: Callable[[Family, HfConfig], str] = lambda family, hf_config: ""
     drafts_with_windows: bool = True
     takes_live_weights: bool = False
     logs_requests: bool = False
@@ -162,9 +159,9 @@ class EngineInfo:
     server: str = ""
     client: str = ""
     metrics_prefix: str = ""
-    draft_counts: str = ""
+    counts_drafts: bool = False
     counts_per_request: Mapping[str, Any] = field(default_factory=dict)
-    throughput: str = ""
+    measures_requests: bool = False
     dry_load: str = ""
     file_report: str = ""
     known_report: str = ""
@@ -172,7 +169,7 @@ class EngineInfo:
     plugin: Plugin | None = None
     drawing_problem: str = ""
     families: str = ""
-    heads_problem: str = ""
+    drafting_problem: str = ""
 
     @property
     def is_installed(self) -> bool:
@@ -196,9 +193,9 @@ class EngineInfo:
         """Return whether the engine runs the trunk of a family."""
         return not self.families or family in resolve_name(self.families)
 
-    def why_no_heads(self, family: Family, hf_config: HfConfig) -> str:
-        """Return why the engine would not draft with an MTP head of a model; empty if it would."""
-        return resolve_name(self.heads_problem)(family, hf_config) if self.heads_problem else ""
+    def why_no_drafts(self, family: Family, hf_config: HfConfig) -> str:
+        """Return the result of `drafting_problem` for a model; empty without such a function."""
+        return resolve_name(self.drafting_problem)(family, hf_config) if self.drafting_problem else ""
 
     def requires_gpu(self, drafter: str) -> bool:
         """Return whether the installed engine does not draft with a kind of drafter because there is no GPU."""
@@ -208,7 +205,7 @@ class EngineInfo:
         """Return whether the engine drafts with a kind of drafter for the trunk of a family."""
         return drafter in self.drafters and family in self._trunks(drafter, family)
 
-    def _trunks(self, drafter: str, family: str) -> tuple[str, ...]:
+    def _trunks(self, drafter: str, family: str) -> Collection[str]:
         """Return the families for whose trunk the engine drafts with a kind of drafter, among them `family` if there is
         no list."""
         return getattr(DRAFTERS[drafter], f"{self.name}_trunks", (family,))
@@ -233,7 +230,7 @@ class EngineInfo:
             return f"{self.label} does not support it for a trunk with a sliding window"
         if not self.drafts_for(family.name, name):
             return f"{self.label} supports it only for {', '.join(self._trunks(name, family.name))}"
-        return self.drafter_problem(family, declared)
+        return self.why_no_drafts(family, declared)
 
     @property
     def kwargs_option(self) -> str:

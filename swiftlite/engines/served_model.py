@@ -14,7 +14,7 @@ from swiftlite.bridge.audit import mtp_keys
 from swiftlite.bridge.binding import compare_shapes
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.rows import Shape
-from swiftlite.bridge.tensors import Checkpoint, some
+from swiftlite.bridge.tensors import SINGLE_NAME, Checkpoint, some
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import HfModel, resolve
 
@@ -77,6 +77,17 @@ def require_heads(model: HfModel, kinds: Collection[str] = (MTP,)) -> None:
             + "\n  ".join(some(problems)),
             "export the run again, or download the model again",
         )
+
+
+def check_draft_folder(folder: Path) -> None:
+    """Check that a directory from which an engine drafts has config.json and tensors.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    for name in ("config.json", SINGLE_NAME):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name} is missing", "export the run again: swiftlite export --to_hf")
 
 
 def fed_otherwise(model: HfModel, info: EngineInfo) -> str:

@@ -4,7 +4,7 @@ Local files are listed by their names only, because their paths are private.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from swiftlite.args.data_file import split_sample
 from swiftlite.base.errors import clip
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge.hf_config import DRAFT_FOLDER
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.quantization import quantization_of, quantization_words
 from swiftlite.export.provenance import Provenance
 from swiftlite.families import dflash
@@ -33,11 +34,13 @@ def model_card(
     quality: Mapping[str, Any] | None = None,
     gguf_file: str = "",
     *,
+    drafting_engines: Sequence[str] = (),
     has_draft_folder: bool = False,
 ) -> str:
     """Return the text of README.md.
 
     Args:
+        drafting_engines: from `engines_that_draft`.
         has_draft_folder: whether vLLM drafts from a folder.
         gguf_file: name of the GGUF file that the repository contains instead of safetensors; "" otherwise.
         heads: heads of the model.
@@ -54,7 +57,7 @@ def model_card(
     if gguf_file:
         sections += _serving_gguf(repository, gguf_file, heads)
     elif has_draft_folder:
-        sections += _serving_from_folder(repository, heads)
+        sections += _serving_from_folder(repository, heads, drafting_engines)
     else:
         sections += _serving(repository, heads)
     return "\n".join(sections).rstrip() + "\n"
@@ -76,6 +79,15 @@ def read_quality(model: HfModel, quant_method: str | None) -> dict[str, Any]:
     if quant_method:
         described = {"method": quant_method, **described}
     return {"quantization": described}
+
+
+def engines_that_draft(model: HfModel) -> list[str]:
+    """Return the names of the engines that draft with the drafter of a model; empty for MTP heads."""
+    family, kind = model.family, model.heads.kind
+    if kind == MTP:
+        return []
+    able = [info for info in ENGINES.values() if info.drafts_for(family.name, kind)]
+    return [info.name for info in able if not info.why_no_drafts(family, model.config)]
 
 
 def _front_matter(provenance: Provenance, heads: Heads, gguf_file: str) -> str:
@@ -212,7 +224,7 @@ def _serving(repository: str, heads: Heads) -> list[str]:
     ]
 
 
-def _serving_from_folder(repository: str, heads: Heads) -> list[str]:
+def _serving_from_folder(repository: str, heads: Heads, engines: Sequence[str]) -> list[str]:
     drafter = DRAFTERS[heads.kind]
     speculative: dict[str, Any] = {"method": drafter.vllm_method or heads.kind, "model": f"model/{DRAFT_FOLDER}"}
     speculative["num_speculative_tokens"] = heads.drafts
@@ -221,7 +233,7 @@ def _serving_from_folder(repository: str, heads: Heads) -> list[str]:
         needed = "vLLM requires swiftlite in its environment, whose plugin contains the draft class."
     elif heads.kind == dflash.DSPARK:
         needed += " On a CPU it does: its plugin runs DSpark in vLLM's older model runner."
-    return [
+    lines = [
         "## Serving",
         "",
         f"Drafts do not change answers, because the trunk verifies them. {needed}",
@@ -229,6 +241,9 @@ def _serving_from_folder(repository: str, heads: Heads) -> list[str]:
         f"    hf download {repository} --local-dir model",
         f"    vllm serve model --speculative-config '{json.dumps(speculative)}'",
     ]
+    if engines:
+        lines += ["", "With swiftlite, these engines draft with it:", ""]
+    return lines + [f"    swiftlite deploy --model model --infer_backend {name}" for name in engines]
 
 
 def _serving_gguf(repository: str, file: str, heads: Heads) -> list[str]:

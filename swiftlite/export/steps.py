@@ -32,7 +32,7 @@ from swiftlite.engines.quantized_heads import quantized_head_problems
 from swiftlite.engines.vllm.stock_draft import draft_folder, draft_problems, trunk_config, write_draft
 from swiftlite.export import adapter
 from swiftlite.export.calibrated import Calibrated, calibrated
-from swiftlite.export.card import model_card, read_quality
+from swiftlite.export.card import engines_that_draft, model_card, read_quality
 from swiftlite.export.gate import check_quality
 from swiftlite.export.gguf import export_gguf
 from swiftlite.export.image_bounds import write_image_bounds
@@ -212,11 +212,13 @@ def write_card(export: Export) -> None:
     if dist.get_rank() > 0 or not args.push_to_hub or source.provenance is None:
         return
     quality: dict[str, Any] | None = None
+    drafting_engines: list[str] = []
     gguf_file = ""
     if args.to_gguf:
         gguf_file = min(export.result.glob("*.gguf"), key=lambda path: len(path.name)).name  # not that of a drafter
     else:
-        quality = read_quality(resolve(export.result), args.quant_method)
+        model = resolve(export.result)
+        quality, drafting_engines = read_quality(model, args.quant_method), engines_that_draft(model)
     card = model_card(
         args.push_to_hub,
         source.provenance,
@@ -224,6 +226,7 @@ def write_card(export: Export) -> None:
         source.measured_run,
         quality,
         gguf_file,
+        drafting_engines=drafting_engines,
         has_draft_folder=_has_draft_folder(export),
     )
     (export.result / "README.md").write_text(card, encoding="utf-8")

@@ -7,7 +7,7 @@ of each kind.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,9 @@ class Drafter:
         published: returns what config.json declares for a drafter that is published in such a directory, from the
             content of its files (OWN_CONFIG_KEY, OWN_GENERATION_KEY) and of the trunk's config.json; None for drafters
             that are not read from one.
-        vllm_trunks, sglang_trunks, llamacpp_trunks: families of trunks that the engine drafts for with it.
+        vllm_trunks, sglang_trunks: families of trunks that the engine drafts for with it.
+        llamacpp_trunks: the same of llama.cpp, each with the architecture of published files, whose graph keeps what
+            the drafter reads.
         vllm_method, sglang_method: the engine's name of the kind; empty: the same.
         needs_plugin: whether vLLM drafts with a class of swiftlite's plugin, and not without it.
         sizes: returns sizes and work of a layer that drafts a number of tokens; None: those of an MTP head.
@@ -176,7 +178,7 @@ class Drafter:
     published: Callable[[HfConfig, HfConfig], dict[str, Any]] | None = None
     vllm_trunks: tuple[str, ...] = ()
     sglang_trunks: tuple[str, ...] = ()
-    llamacpp_trunks: tuple[str, ...] = ()
+    llamacpp_trunks: Mapping[str, str] = field(default_factory=dict)
     vllm_method: str = ""
     sglang_method: str = ""
     needs_plugin: bool = False

@@ -43,10 +43,8 @@ VLLM_TRUNKS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "granite", "ph
 """Families whose trunk returns the inputs of its decoder layers in vLLM (its `SupportsEagle3`)."""
 SGLANG_TRUNKS = ("llama", "qwen2", "qwen3")
 """Families whose trunk returns the outputs of its decoder layers in SGLang, and that tests run there."""
-
-
-LLAMACPP_TRUNKS = ("llama", "mistral", "qwen3")
-"""Families whose graph in llama.cpp keeps the inputs of decoder layers (`families/serving/llamacpp.py`)."""
+LLAMACPP_TRUNKS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
+"""Families whose graph in llama.cpp keeps the inputs of decoder layers, which that of Qwen2 does not, and its name."""
 
 
 def declaration(hf_config: HfConfig, *, is_normed: bool) -> dict[str, Any]:

@@ -296,7 +296,7 @@ ASSISTANT = Drafter(
     published=published,
     vllm_trunks=TRUNKS,
     sglang_trunks=WRAPPED,  # SGLang does not read the config.json of a text model as transformers 5.19 does
-    llamacpp_trunks=TRUNKS,
+    llamacpp_trunks=dict.fromkeys(TRUNKS, "gemma4"),
     vllm_method="mtp",
     sglang_method="nextn",
 )

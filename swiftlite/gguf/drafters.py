@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import Heads
+from swiftlite.base.heads import MTP, Heads, kind_of
 from swiftlite.families import dense, dflash, eagle3, gemma4_assistant
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import Family
 from swiftlite.families.layer import Layer
 from swiftlite.families.serving.llamacpp import why_no_drafter
 from swiftlite.gguf import gemma4
-from swiftlite.gguf.architectures import Metadata, rope_scaling
+from swiftlite.gguf.architectures import Metadata, rope_scaling, why_no_heads
 from swiftlite.gguf.tensors import Conversion, Naming, layer_conversions
 
 HfConfig = Mapping[str, Any]
@@ -160,16 +160,22 @@ def check_has_trunk(architecture: str) -> None:
         )
 
 
+def why_no_drafts(family: Family, hf_config: HfConfig) -> str:
+    """Return why llama.cpp does not draft with the drafter of a model, by default an MTP head; empty if it does."""
+    if kind_of(hf_config) == MTP:
+        return why_no_heads(family, hf_config)
+    return why_no_drafter(family, hf_config) or DRAFT_ARCHITECTURES[kind_of(hf_config)].why_not(family, hf_config)
+
+
 def draft_architecture_of(family: Family, hf_config: HfConfig) -> DraftArchitecture:
     """Return the architecture of llama.cpp that runs the drafter of a model.
 
     Raises:
         UserError: llama.cpp does not run the drafter.
     """
-    kind = Heads.from_config(hf_config).kind
-    if reason := why_no_drafter(family, hf_config) or DRAFT_ARCHITECTURES[kind].why_not(family, hf_config):
+    if reason := why_no_drafts(family, hf_config):
         raise UserError(reason, "use --infer_backend vllm or transformers")
-    return DRAFT_ARCHITECTURES[kind]
+    return DRAFT_ARCHITECTURES[kind_of(hf_config)]
 
 
 def draft_metadata_of(family: Family, hf_config: HfConfig) -> Metadata:

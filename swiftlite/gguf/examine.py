@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.base.errors import UserError
+from swiftlite.gguf.drafters import DRAFT_ARCHITECTURES
 from swiftlite.gguf.read import open_reader, readable
 from swiftlite.gguf.tokenizer import PRE_TOKENIZERS
 
@@ -35,6 +37,8 @@ SEVERAL_HEADS = ("hy_v3", "mimo2", "step35")
 """Architectures with several heads; in the others, llama.cpp ends with an assertion."""
 FINE = ("F32", "F16", "BF16", "Q8_0")
 """Types of heads that are not reported as coarse."""
+_TRUNK_SIZES = ("target_hidden_size", "embedding_length_out", "embedding_length")
+"""Keys of a drafter's file; the first one that it has is the hidden size of its trunk."""
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type", "swiftlite.")
 _REQUIRED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -47,6 +51,7 @@ class Examined:
     Attributes:
         architecture: general.architecture.
         heads: number of declared MTP heads.
+        hidden: hidden size.
         types: number of tensors by type, in the trunk and in the heads.
         problems: why llama.cpp does not load the file or accepts no drafts, one line each.
         notes: what lowers acceptance, one line each.
@@ -54,6 +59,7 @@ class Examined:
 
     architecture: str
     heads: int
+    hidden: int
     types: Mapping[str, Mapping[str, int]]
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -79,7 +85,31 @@ def _examine(file: Path) -> Examined:
     for name, tensor in tensors.items():
         counted = types["heads" if content.is_of_head(name) else "trunk"]
         counted[tensor.tensor_type.name] = counted.get(tensor.tensor_type.name, 0) + 1
-    return Examined(architecture, content.heads, types, list(content.problems()), list(content.notes()))
+    hidden = content.number("embedding_length")
+    return Examined(architecture, content.heads, hidden, types, list(content.problems()), list(content.notes()))
+
+
+def check_drafter(draft: Path, trunk: str, hidden: int) -> None:
+    """Check that a drafter's file is for a trunk of this hidden size; with another one, llama.cpp crashes.
+
+    Args:
+        draft: the file; a model of its own, which drafts with its own embedding, can have any size.
+        trunk: name of the trunk's file or directory.
+
+    Raises:
+        UserError: the drafter is for a trunk of another size, or its file is damaged.
+    """
+    with readable(draft):
+        fields = open_reader(draft).fields
+        architecture = str(fields["general.architecture"].contents())
+        keys = [f"{architecture}.{size}" for size in _TRUNK_SIZES]
+        stated = [fields[key].contents() for key in keys if key in fields]
+    is_drafter = architecture in {known.name for known in DRAFT_ARCHITECTURES.values()}
+    if is_drafter and stated and stated[0] != hidden:
+        raise UserError(
+            f"{draft} drafts for a trunk with the hidden size {stated[0]}, but {trunk} has {hidden}",
+            "give the drafter's file of this model, which swiftlite export --to_gguf writes next to it",
+        )
 
 
 def _is_long(name: str) -> bool:
@@ -96,12 +126,12 @@ class _Content:
 
     @property
     def heads(self) -> int:
-        return self._number("nextn_predict_layers")
+        return self.number("nextn_predict_layers")
 
     @property
     def first_head(self) -> int:
         """Number of the first head's decoder layer."""
-        return self._number("block_count") - self.heads
+        return self.number("block_count") - self.heads
 
     def is_of_head(self, name: str) -> bool:
         match = _BLOCK.match(name)
@@ -112,10 +142,10 @@ class _Content:
         if self.values.get("split.count", 1) > 1:
             yield "the file is one of several parts: merge them first (llama-gguf-split --merge)"
             return
-        if self._number("block_count") > len(self.tensors):
+        if self.number("block_count") > len(self.tensors):
             yield f"{self.architecture}.block_count is more than the {len(self.tensors)} tensors in the file"
             return
-        if self.heads > self._number("block_count"):
+        if self.heads > self.number("block_count"):
             yield f"{self.architecture}.nextn_predict_layers is more than {self.architecture}.block_count"
             return
         yield from self._wrong_blocks()
@@ -151,14 +181,15 @@ class _Content:
             known = ", ".join(sorted(PRE_TOKENIZERS.values()))
             yield f"tokenizer.ggml.pre is {pre!r}: llama.cpp may divide text differently; known names: {known}"
 
-    def _number(self, key: str) -> int:
+    def number(self, key: str) -> int:
+        """Return a number of the architecture; 0 if it is missing."""
         value = self.values.get(f"{self.architecture}.{key}", 0)
         return value if isinstance(value, int) else 0
 
     def _wrong_blocks(self) -> Iterator[str]:
         """Yield a problem if block_count differs from the layers in the file."""
         numbers = {int(match[1]) for match in map(_BLOCK.match, self.tensors) if match}
-        count = self._number("block_count")
+        count = self.number("block_count")
         missing = sorted(set(range(count)) - numbers)
         unexpected = sorted(numbers - set(range(count)))
         if missing:
@@ -189,7 +220,7 @@ class _Content:
         for name in sorted(attention - own):
             if name.startswith("attn_"):
                 yield f"{prefix}{name} is missing, which the trunk's layers have"
-        hidden = self._number("embedding_length")
+        hidden = self.number("embedding_length")
         projection = self.tensors.get(f"{prefix}nextn.eh_proj.weight")
         if projection is not None and [int(length) for length in projection.shape] != [2 * hidden, hidden]:
             shape = [int(length) for length in projection.shape]

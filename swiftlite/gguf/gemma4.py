@@ -8,6 +8,8 @@ which only full attention uses: channels that it does not rotate have a divisor 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.experts_and_mlp import ExpertsAndMlp
@@ -72,7 +74,7 @@ def constants(family: Family, hf_config: HfConfig) -> list[Conversion]:
     share = rope.get("partial_rotary_factor", 1.0) if rope["rope_type"] == "proportional" else 1.0
     rotated = int(share * sizes[0] // 2)  # as transformers rounds it
     divisors = [float(rope.get("factor") or 1.0)] * rotated + [_NO_ROTATION] * (sizes[0] // 2 - rotated)
-    return [Conversion((), ("rope_freqs.weight",), Constant(tuple(divisors)))]
+    return [Conversion((), ("rope_freqs.weight",), Constant(lambda: [torch.tensor(divisors)]))]
 
 
 def why_no_assistant(family: Family, hf_config: HfConfig) -> str:

@@ -22,17 +22,17 @@ from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.families.mamba import Mamba2
 from swiftlite.families.mlp import Mlp, is_gated
 from swiftlite.gguf.transforms import (
-    AddOne,
+    ADD_ONE,
+    COPY,
+    NEGATIVE_EXP,
+    SQUEEZE,
     Chain,
-    Copy,
-    NegativeExp,
     Reorder,
-    Reshape,
     SplitKeysAndValues,
-    Squeeze,
     Stack,
     Transform,
-    Zeros,
+    reshape,
+    zeros,
 )
 
 HfConfig = Mapping[str, Any]
@@ -131,7 +131,7 @@ class Conversion:
 
     hf: tuple[str, ...]
     gguf: tuple[str, ...]
-    transform: Transform = field(default_factory=Copy)
+    transform: Transform = COPY
     is_exact: bool = False
 
 
@@ -242,14 +242,14 @@ def _dense_as_shared(
         yield _plain(row, _names(name, naming), begin, family)
     hidden = layer.attention.hidden
     names = _prefixed(begin, (*_LAYER["mlp.router.weight"], *_LAYER["mlp.router.expert_bias"]))
-    yield Conversion((), names, Zeros(((1, hidden), (1,))))
+    yield Conversion((), names, zeros((1, hidden), (1,)))
     yield _zero_mlp(begin, "_exps", (1,), hidden)
 
 
 def _zero_mlp(begin: str, suffix: str, stacked: tuple[int, ...], hidden: int) -> Conversion:
     names = tuple(f"{begin}ffn_{part}{suffix}.weight" for part in ("gate", "up", "down"))
     narrow, wide = (*stacked, IDLE_EXPERT, hidden), (*stacked, hidden, IDLE_EXPERT)
-    return Conversion((), names, Zeros((narrow, narrow, wide)))
+    return Conversion((), names, zeros(narrow, narrow, wide))
 
 
 def _names(name: str, naming: Naming) -> tuple[str, ...]:
@@ -273,12 +273,12 @@ def _in_layer(layer: Layer, name: str, names: tuple[str, ...]) -> tuple[str, ...
 
 def _plain(row: Row, gguf: tuple[str, ...], begin: str, family: Family) -> Conversion:
     """Return the conversion of tensors that are copied, except that norms can have another zero point."""
-    transform: Transform = Copy()
+    transform: Transform = COPY
     if isinstance(row.join, SwapHalves):  # llama.cpp's projection reads the embedding first, as megatron-core's
         (shape,) = row.hf.values()
         transform = _swapped(shape[row.join.axis], row.join.axis)
     elif family.norm_start == 0 and row.mcore.endswith("norm.weight"):
-        transform = AddOne()
+        transform = ADD_ONE
     return Conversion(tuple(row.hf), _prefixed(begin, gguf), transform, row.is_exact)
 
 
@@ -333,32 +333,32 @@ def _delta_transform(part: str, row: Row, kind: GatedDeltaNet, naming: Naming) -
             return Reorder(0, tuple(order), lengths, (2 * keys + values, values))
         case "in_proj_ba.weight":
             if naming.joins_decays:
-                return Copy()
+                return COPY
             count = kind.value_heads
             order = (*heads, *(count + head for head in heads))
             return Reorder(0, order, (count, count), (count, count))
         case "conv1d.weight":
             order = (*range(2 * keys), *(2 * keys + channel for channel in channels))
-            return Chain((Squeeze(), Reorder(0, order, (len(order),), (len(order),))))
+            return Chain((SQUEEZE, Reorder(0, order, (len(order),), (len(order),))))
         case "A_log":
-            return Chain((NegativeExp(), Reorder(0, heads, (len(heads),), (len(heads),))))
+            return Chain((NEGATIVE_EXP, Reorder(0, heads, (len(heads),), (len(heads),))))
         case "dt_bias":
             return Reorder(0, heads, (len(heads),), (len(heads),))
         case "out_proj.weight":
             return Reorder(1, channels, (len(channels),), (len(channels),))
-    return Copy()
+    return COPY
 
 
 def _mamba_transform(name: str, kind: Mamba2) -> Transform:
     heads, inner = kind.heads, kind.heads * kind.head_dim
-    per_head = Reshape((heads,), (heads, 1))
+    per_head = reshape((heads,), (heads, 1))
     transforms: dict[str, Transform] = {
-        "conv1d.weight": Squeeze(),
-        "A_log": Chain((NegativeExp(), per_head)),
+        "conv1d.weight": SQUEEZE,
+        "A_log": Chain((NEGATIVE_EXP, per_head)),
         "D": per_head,
-        "norm.weight": Reshape((inner,), (kind.groups, inner // kind.groups)),
+        "norm.weight": reshape((inner,), (kind.groups, inner // kind.groups)),
     }
-    return transforms.get(name, Copy())
+    return transforms.get(name, COPY)
 
 
 def _value_heads(kind: GatedDeltaNet, naming: Naming) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ A transform receives all Hugging Face tensors of a `Conversion` (`tensors.py`) a
 those of torch; a GGUF file lists the same dimensions in reverse order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,36 +25,44 @@ class Transform(Protocol):
 
 
 @dataclass(frozen=True)
-class Copy:
-    """Equal tensors with other names."""
+class Each:
+    """A function of each tensor.
+
+    Attributes:
+        forward: returns a GGUF tensor.
+        back: its inverse, which returns the Hugging Face tensor.
+        is_exact: whether the inverse always returns the bits of the Hugging Face tensor.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+    is_exact: bool = True
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
+        return list(map(self.forward, tensors))
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
+        return list(map(self.back, tensors))
 
 
-@dataclass(frozen=True)
-class AddOne:
-    """Weights of norms that multiply by 1 + weight; llama.cpp multiplies by the weight."""
+COPY = Each(lambda tensor: tensor, lambda tensor: tensor)
+"""Equal tensors with other names."""
+ADD_ONE = Each(lambda tensor: tensor.float() + 1, lambda tensor: tensor.float() - 1, is_exact=False)
+"""Weights of norms that multiply by 1 + weight; llama.cpp multiplies by the weight."""
+NEGATIVE_EXP = Each(lambda tensor: -tensor.float().exp(), lambda tensor: (-tensor.float()).log(), is_exact=False)
+"""The decay of a gated delta net or of Mamba-2: `A_log` in Hugging Face files, -exp(A_log) in GGUF files."""
+SQUEEZE = Each(lambda tensor: tensor.squeeze(1), lambda tensor: tensor.unsqueeze(1))
+"""The kernels of a convolution, [channels, 1, kernel] in Hugging Face files, [channels, kernel] in GGUF files."""
 
-    def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.float() + 1 for tensor in tensors]
 
-    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.float() - 1 for tensor in tensors]
+def reshape(hf: tuple[int, ...], gguf: tuple[int, ...]) -> Each:
+    """Return the transform of a tensor with other dimensions, for example the norm [groups * channels] of Mamba-2 as
+    [groups, channels].
 
-
-@dataclass(frozen=True)
-class NegativeExp:
-    """The decay of a gated delta net or of Mamba-2: `A_log` in Hugging Face files, -exp(A_log) in GGUF files."""
-
-    def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [-tensor.float().exp() for tensor in tensors]
-
-    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [(-tensor.float()).log() for tensor in tensors]
+    Args:
+        hf, gguf: shapes in the files.
+    """
+    return Each(lambda tensor: tensor.reshape(gguf), lambda tensor: tensor.reshape(hf))
 
 
 @dataclass(frozen=True)
@@ -87,36 +95,6 @@ class Reorder:
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         order = torch.tensor(self.order).argsort()
         return list(torch.cat(list(tensors), self.axis).index_select(self.axis, order).split(self.hf_parts, self.axis))
-
-
-@dataclass(frozen=True)
-class Squeeze:
-    """The kernels of a convolution, [channels, 1, kernel] in Hugging Face files, [channels, kernel] in GGUF files."""
-
-    def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.squeeze(1) for tensor in tensors]
-
-    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.unsqueeze(1) for tensor in tensors]
-
-
-@dataclass(frozen=True)
-class Reshape:
-    """A tensor with other dimensions, for example the norm [groups * channels] of Mamba-2 as [groups, channels].
-
-    Attributes:
-        hf: shape of the Hugging Face tensor.
-        gguf: shape of the GGUF tensor.
-    """
-
-    hf: tuple[int, ...]
-    gguf: tuple[int, ...]
-
-    def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.reshape(self.gguf) for tensor in tensors]
-
-    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.reshape(self.hf) for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -160,37 +138,25 @@ class SplitKeysAndValues:
 
 
 @dataclass(frozen=True)
-class Zeros:
-    """GGUF tensors of zeros that no Hugging Face tensor corresponds to.
-
-    Attributes:
-        shapes: shapes of the tensors.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-
-    def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.zeros(shape) for shape in self.shapes]
-
-    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return []
-
-
-@dataclass(frozen=True)
 class Constant:
-    """A GGUF vector of numbers that no Hugging Face tensor corresponds to.
+    """GGUF tensors that no Hugging Face tensor corresponds to.
 
     Attributes:
-        numbers: the numbers.
+        make: returns the tensors.
     """
 
-    numbers: tuple[float, ...]
+    make: Callable[[], list[Tensor]]
 
     def to_gguf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.tensor(self.numbers)]
+        return self.make()
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
+
+
+def zeros(*shapes: tuple[int, ...]) -> Constant:
+    """Return the transform of tensors of zeros with these shapes."""
+    return Constant(lambda: list(map(torch.zeros, shapes)))
 
 
 @dataclass(frozen=True)
@@ -216,4 +182,4 @@ def is_exact(transform: Transform) -> bool:
     """Return whether `to_hf` always returns the bits of the Hugging Face tensors."""
     if isinstance(transform, Chain):
         return all(is_exact(each) for each in transform.transforms)
-    return not isinstance(transform, AddOne | NegativeExp)
+    return not isinstance(transform, Each) or transform.is_exact

@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import swiftlite
+from swiftlite.report.table import text_table
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Characters that HTML does not allow; tokens of a model can contain them."""
@@ -25,6 +26,10 @@ class Table:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    def text(self) -> str:
+        """Return columns and rows as text for stdout."""
+        return text_table([self.columns, *self.rows])
 
 
 @dataclass(frozen=True)

@@ -125,10 +125,10 @@ def include_path_is_a_directory(args: EvaluateArgs, facts: Facts) -> Iterator[Pr
 
 def engine_answers_tasks(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     info = ENGINES[args.task_engine]
-    able = " or ".join(names_with("throughput"))
+    able = " or ".join(names_with("measures_requests"))
     if args.server is not None:
         return
-    if info.throughput:
+    if info.measures_requests:
         yield from engine_options.missing_engine(info)
     else:
         yield (

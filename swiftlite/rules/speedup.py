@@ -61,14 +61,16 @@ def drafter_fits_the_engine(args: SpeedupArgs, facts: Facts) -> Iterator[Problem
     family = FAMILIES.get(str(facts.hf_config.get("model_type")))
     if family is None or facts.architecture is None or args.infer_backend not in ENGINES:
         return
+    if facts.heads.features:  # which `heads_can_be_trained` reports
+        return
     if args.drafter in (MTP, "auto"):
-        if reason := ENGINES[args.infer_backend].why_no_heads(family, facts.hf_config):
+        if reason := ENGINES[args.infer_backend].why_no_drafts(family, facts.hf_config):
             problem = f"--infer_backend {args.infer_backend} does not draft with MTP heads of this model: {reason}"
             yield problem, "use --infer_backend vllm"
         return
     if reason := ENGINES[args.infer_backend].why_no_drafter(family, facts.hf_config, args.drafter):
         yield f"--drafter {args.drafter} is not possible for this model: {reason}", "use --drafter mtp"
-    elif facts.heads.layers and not facts.heads.features:
+    elif facts.heads.layers:
         yield f"--drafter {args.drafter}: --model has MTP heads already", "use --drafter mtp, which trains them further"
 
 

@@ -1,11 +1,11 @@
 """Report acceptance by category and by length of prompts, with the names of `vllm bench serve`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.report.table import text_table
+from swiftlite.report.page import Table
 
 Groups = dict[str, tuple[int, DraftCounts]]
 """Number of prompts and draft counts by group."""
@@ -51,28 +51,19 @@ def groups_to_json(groups: Groups) -> dict[str, Any]:
     return found
 
 
-def group_table(kind: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+def group_table(title: str, kind: str, found: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return a table of the result of `groups_to_json`.
 
     Args:
         kind: what groups are, such as "category".
     """
-    return text_table([group_columns(kind, found), *group_rows(found)])
-
-
-def group_columns(kind: str, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the columns of `group_rows`."""
     depth = max(len(each["spec_decode_per_position_acceptance_rates"]) for each in found.values())
     positions = [f"position {place}" for place in range(1, depth + 1)]
-    return [kind, "prompts", "drafts", "acceptance length", "acceptance rate", *positions]
-
-
-def group_rows(found: Mapping[str, Mapping[str, Any]]) -> Sequence[list[str]]:
-    """Return a line of cells for each group."""
+    columns = [kind, "prompts", "drafts", "acceptance length", "acceptance rate", *positions]
     rows = []
     for name, each in found.items():
         rates = [f"{rate:.1%}" for rate in each["spec_decode_per_position_acceptance_rates"]]
         length, rate = each["spec_decode_acceptance_length"], each["spec_decode_acceptance_rate"]
         drafts = str(each["spec_decode_num_drafts"])
         rows.append([name, str(each["num_prompts"]), drafts, f"{length:.2f}", f"{rate:.1f}%", *rates])
-    return rows
+    return Table(title, columns, rows)

@@ -99,7 +99,7 @@ def test_the_table_compares_both_trunks(mesh, tmp_path, source, samples):
         "model": trunk_of(resolve(directory), found, before),
         "baseline": trunk_of(resolve(source), before),
     }
-    text = trunk_table(trunks)
+    text = trunk_table(trunks).text()
     agreement = found["tale"].trunk_to_json(before["tale"])["top1_agreement"]
     own, other = (each["tale"].trunk_to_json() for each in (found, before))
     assert has_line(text, f"model tale {own['tokens']} {own['loss']:.4f} {100 * agreement:.1f}")

@@ -294,7 +294,7 @@ def test_failed_save_leaves_no_file(tmp_path, mesh):
     down.register_parameter(
         "weight", torch.nn.Parameter(model.get_parameter("decoder.layers.1.mlp.linear_fc2.weight").to("meta"))
     )
-    with pytest.raises(NotImplementedError, match="meta tensor"):
+    with pytest.raises(NotImplementedError):
         save(model, source, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 

@@ -20,10 +20,10 @@ def main() -> None:
     from tests.cuda_emulated import wrong
 
     tensors = wrong.make_tensors()
-    operations = list(wrong.RIGHT)
+    operations = dict(wrong.RIGHT)
     for some in wrong.WRONG.values():
-        operations += some
-    events = {operation.__name__: record(operation, tensors) for operation in operations}
+        operations |= some
+    events = {name: record(operation, tensors) for name, operation in operations.items()}
     counted = (wrong.views, wrong.a_product_and_its_gradient, wrong.a_compiled_function, wrong.attention)
     print(json.dumps({"events": events, "launches": {some.__name__: launches(some, tensors) for some in counted}}))
 

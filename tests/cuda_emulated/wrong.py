@@ -23,8 +23,6 @@ class Tensors:
 
 
 Operation = Callable[[Tensors], Any]
-WRONG: dict[Kind, list[Operation]] = {}
-RIGHT: list[Operation] = []
 
 
 def make_tensors() -> Tensors:
@@ -42,138 +40,23 @@ def make_tensors() -> Tensors:
     )
 
 
-def wrong(kind: Kind) -> Callable[[Operation], Operation]:
-    """Mark an operation with the kind of event that it must cause."""
-
-    def add(operation: Operation) -> Operation:
-        WRONG.setdefault(kind, []).append(operation)
-        return operation
-
-    return add
-
-
-def right(operation: Operation) -> Operation:
-    RIGHT.append(operation)
-    return operation
-
-
-@wrong("mixed")
-def adds_host_and_device(t: Tensors):
-    return t.there + t.here
-
-
-@wrong("mixed")
-def multiplies_with_a_matrix_of_the_host(t: Tensors):
-    torch.mm(t.there, t.here)
-
-
-@wrong("mixed")
 def gives_a_parameter_the_data_of_the_host(t: Tensors):
     t.weight.data = t.here
 
 
-@wrong("mixed")
-def scales_a_list_by_a_number_of_the_host(t: Tensors):
-    torch.ops.aten._foreach_mul_.Tensor([t.there.clone()], torch.tensor(2.0))
-
-
-@wrong("mixed")
-def looks_up_a_table_of_the_host(t: Tensors):
-    return t.here[t.there[0].long()]
-
-
-@wrong("mixed")
 def writes_values_of_the_host(t: Tensors):
     t.there.clone()[torch.arange(8, device="cuda")] = t.here
 
 
-@wrong("generator")
-def draws_on_the_device_with_a_generator_of_the_host(t: Tensors):
-    torch.randn(8, device="cuda", generator=torch.Generator())
-
-
-@wrong("generator")
-def fills_with_a_generator_of_the_host(t: Tensors):
-    t.there.clone().uniform_(generator=torch.Generator())
-
-
-@wrong("wait")
-def asks_for_a_number(t: Tensors):
-    t.number.item()
-
-
-@wrong("wait")
 def asks_whether(t: Tensors):
     if t.number > 3:
         pass
 
 
-@wrong("wait")
-def asks_for_a_list(t: Tensors):
-    t.there.tolist()
-
-
-@wrong("wait")
-def copies_to_the_host(t: Tensors):
-    t.there.cpu()
-
-
-@wrong("wait")
-def copies_into_memory_that_is_not_pinned(t: Tensors):
-    torch.empty(8, 8).copy_(t.there, non_blocking=True)
-
-
-@wrong("wait")
-def asks_where(t: Tensors):
-    t.mask.nonzero()
-
-
-@wrong("wait")
-def selects_by_a_mask(t: Tensors):
-    t.there.masked_select(t.mask)
-
-
-@wrong("wait")
-def indexes_by_a_mask(t: Tensors):
-    return t.there[t.mask]
-
-
-@wrong("wait")
 def writes_many_by_a_mask(t: Tensors):
     t.there.clone()[t.mask] = torch.zeros(1, device="cuda")
 
 
-@wrong("wait")
-def repeats_by_counts_of_the_device(t: Tensors):
-    t.there.repeat_interleave(torch.arange(8, device="cuda"), 0)
-
-
-@wrong("wait")
-def counts_bins(t: Tensors):
-    torch.arange(8, device="cuda").bincount()
-
-
-@wrong("wait")
-def compares_whole_tensors(t: Tensors):
-    torch.equal(t.there, t.there)
-
-
-@wrong("wait")
-def makes_a_tensor_of_numbers_of_the_device(t: Tensors):
-    torch.tensor([t.number, t.number])
-
-
-@wrong("wait")
-def waits_for_a_pinned_copy(t: Tensors):
-    t.pinned.to("cuda")
-
-
-@wrong("wait")
-def synchronizes(t: Tensors):
-    torch.cuda.synchronize()
-
-
-@wrong("wait")
 def waits_in_the_backward_pass(t: Tensors):
     class Waits(torch.autograd.Function):
         @staticmethod
@@ -187,91 +70,78 @@ def waits_in_the_backward_pass(t: Tensors):
     Waits.apply(t.weight).sum().backward()
 
 
-@wrong("unpinned")
-def copies_from_memory_that_is_not_pinned(t: Tensors):
-    t.here.to("cuda", non_blocking=True)
-
-
-@wrong("unpinned")
-def copies_into_a_tensor_from_memory_that_is_not_pinned(t: Tensors):
-    t.there.clone().copy_(t.here, non_blocking=True)
-
-
-@wrong("unpinned")
-def makes_a_tensor_of_numbers_of_the_host(t: Tensors):
-    torch.tensor([1, 2, 3], device="cuda")
-
-
-@wrong("unpinned")
-def indexes_by_numbers_of_the_host(t: Tensors):
-    return t.there[torch.tensor([0, 1])]
-
-
-@wrong("float64")
-def computes_in_double_precision(t: Tensors):
-    t.there.double()
-
-
-@wrong("float64")
-def sums_in_double_precision(t: Tensors):
-    return t.wide + 1
-
-
-@right
-def copies_pinned_memory(t: Tensors):
-    t.pinned.to("cuda", non_blocking=True)
-
-
-@right
-def copies_part_of_pinned_memory(t: Tensors):
-    t.pinned[2:4].to("cuda", non_blocking=True)
-
-
-@right
-def copies_to_the_host_without_waiting(t: Tensors):
-    t.there.to("cpu", non_blocking=True)
-
-
-@right
 def sets_one_number_by_a_mask(t: Tensors):
     t.there.clone()[t.mask] = 0.0
 
 
-@right
-def chooses_by_a_mask(t: Tensors):
-    torch.where(t.mask, t.there, 0.0)
-
-
-@right
-def multiplies_by_a_number_of_the_host(t: Tensors):
-    return t.there * torch.tensor(2.0)
-
-
-@right
 def draws_on_the_device(t: Tensors):
     torch.randn(8, device="cuda")
     torch.randn(8, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     torch.nn.functional.dropout(t.there, 0.5)
 
 
-@right
-def sums_a_few_numbers_in_double_precision(t: Tensors):
-    t.there[:1].double()
-
-
-@right
-def indexes_by_numbers_of_the_device(t: Tensors):
-    return t.there[torch.arange(4, device="cuda")]
-
-
-@right
-def repeats_to_a_known_size(t: Tensors):
-    t.there.repeat_interleave(torch.arange(8, device="cuda"), 0, output_size=28)
-
-
-@right
-def computes_on_the_host(t: Tensors):
-    t.here[t.here > 0.5].sum().item()
+WRONG: dict[Kind, dict[str, Operation]] = {
+    "mixed": {
+        "adds_host_and_device": lambda t: t.there + t.here,
+        "multiplies_with_a_matrix_of_the_host": lambda t: torch.mm(t.there, t.here),
+        "scales_a_list_by_a_number_of_the_host": lambda t: torch.ops.aten._foreach_mul_.Tensor(
+            [t.there.clone()], torch.tensor(2.0)
+        ),
+        "looks_up_a_table_of_the_host": lambda t: t.here[t.there[0].long()],
+        "gives_a_parameter_the_data_of_the_host": gives_a_parameter_the_data_of_the_host,
+        "writes_values_of_the_host": writes_values_of_the_host,
+    },
+    "generator": {
+        "draws_on_the_device_with_a_generator_of_the_host": lambda t: torch.randn(
+            8, device="cuda", generator=torch.Generator()
+        ),
+        "fills_with_a_generator_of_the_host": lambda t: t.there.clone().uniform_(generator=torch.Generator()),
+    },
+    "wait": {
+        "asks_for_a_number": lambda t: t.number.item(),
+        "asks_for_a_list": lambda t: t.there.tolist(),
+        "copies_to_the_host": lambda t: t.there.cpu(),
+        "copies_into_memory_that_is_not_pinned": lambda t: torch.empty(8, 8).copy_(t.there, non_blocking=True),
+        "asks_where": lambda t: t.mask.nonzero(),
+        "selects_by_a_mask": lambda t: t.there.masked_select(t.mask),
+        "indexes_by_a_mask": lambda t: t.there[t.mask],
+        "repeats_by_counts_of_the_device": lambda t: t.there.repeat_interleave(torch.arange(8, device="cuda"), 0),
+        "counts_bins": lambda t: torch.arange(8, device="cuda").bincount(),
+        "compares_whole_tensors": lambda t: torch.equal(t.there, t.there),
+        "makes_a_tensor_of_numbers_of_the_device": lambda t: torch.tensor([t.number, t.number]),
+        "waits_for_a_pinned_copy": lambda t: t.pinned.to("cuda"),
+        "synchronizes": lambda t: torch.cuda.synchronize(),
+        "asks_whether": asks_whether,
+        "writes_many_by_a_mask": writes_many_by_a_mask,
+        "waits_in_the_backward_pass": waits_in_the_backward_pass,
+    },
+    "unpinned": {
+        "copies_from_memory_that_is_not_pinned": lambda t: t.here.to("cuda", non_blocking=True),
+        "copies_into_a_tensor_from_memory_that_is_not_pinned": lambda t: t.there.clone().copy_(
+            t.here, non_blocking=True
+        ),
+        "makes_a_tensor_of_numbers_of_the_host": lambda t: torch.tensor([1, 2, 3], device="cuda"),
+        "indexes_by_numbers_of_the_host": lambda t: t.there[torch.tensor([0, 1])],
+    },
+    "float64": {
+        "computes_in_double_precision": lambda t: t.there.double(),
+        "sums_in_double_precision": lambda t: t.wide + 1,
+    },
+}
+"""Operations by the kind of event that they must cause."""
+RIGHT: dict[str, Operation] = {
+    "copies_pinned_memory": lambda t: t.pinned.to("cuda", non_blocking=True),
+    "copies_part_of_pinned_memory": lambda t: t.pinned[2:4].to("cuda", non_blocking=True),
+    "copies_to_the_host_without_waiting": lambda t: t.there.to("cpu", non_blocking=True),
+    "chooses_by_a_mask": lambda t: torch.where(t.mask, t.there, 0.0),
+    "multiplies_by_a_number_of_the_host": lambda t: t.there * torch.tensor(2.0),
+    "sums_a_few_numbers_in_double_precision": lambda t: t.there[:1].double(),
+    "indexes_by_numbers_of_the_device": lambda t: t.there[torch.arange(4, device="cuda")],
+    "repeats_to_a_known_size": lambda t: t.there.repeat_interleave(torch.arange(8, device="cuda"), 0, output_size=28),
+    "computes_on_the_host": lambda t: t.here[t.here > 0.5].sum().item(),
+    "sets_one_number_by_a_mask": sets_one_number_by_a_mask,
+    "draws_on_the_device": draws_on_the_device,
+}
 
 
 def views(t: Tensors):

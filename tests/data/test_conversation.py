@@ -147,10 +147,7 @@ def test_prompt_and_answer():
         ("x", "row:"),
         ({"text": "x"}, "row: text messages conversations query"),
         ({}, "row: messages conversations query"),
-        (
-            {"instruction": "Add.", "inputs": "1 2", "output": "3"},
-            "inputs: input",
-        ),
+        ({"instruction": "Add.", "inputs": "1 2", "output": "3"}, "inputs: input"),
         ({"query": "q", "respones": "r"}, "respones: response"),
         ({"query": "q", "response": "a", "images": ["x.png"]}, "images:"),
         ({"query": "", "response": "a"}, "query:"),
@@ -176,25 +173,16 @@ def test_prompt_and_answer():
         ({"messages": [QUESTION, turn("assistant", "")]}, "messages[1].content:"),
         ({"messages": [QUESTION, turn("assistant", None)]}, "messages[1].content:"),
         ({"messages": [turn("user", {"a": 1}), ANSWER]}, "messages[0].content:"),
-        (
-            {"messages": [turn("user", [{"type": "image_url", "url": ""}]), ANSWER]},
-            "messages[0].content: image_url",
-        ),
+        ({"messages": [turn("user", [{"type": "image_url", "url": ""}]), ANSWER]}, "messages[0].content: image_url"),
         ({"messages": [QUESTION]}, "messages[0]: user assistant"),
         ({"messages": [ANSWER]}, "messages[0]: assistant"),
         ({"messages": [QUESTION, QUESTION]}, "messages[1]: user"),
         ({"messages": [QUESTION, turn("system", "s")]}, "messages[1]: system user"),
         ({"messages": [turn("system", "s")]}, "messages[0]: user"),
         ({"messages": [turn("system", "")]}, "row: user"),
-        (
-            {"messages": [turn("system", "s"), QUESTION, ANSWER], "system": "s"},
-            "system:",
-        ),
+        ({"messages": [turn("system", "s"), QUESTION, ANSWER], "system": "s"}, "system:"),
         ({"messages": [turn("user", "q", tool_calls=[CALL]), ANSWER]}, "messages[0].tool_calls: user"),
-        (
-            {"messages": [QUESTION, turn("assistant", "", tool_calls=["get"])]},
-            "messages[1].tool_calls[0]:",
-        ),
+        ({"messages": [QUESTION, turn("assistant", "", tool_calls=["get"])]}, "messages[1].tool_calls[0]:"),
         ({"messages": [QUESTION, turn("assistant", "", tool_calls="get")]}, "messages[1].tool_calls: JSON"),
         ({"messages": [QUESTION, turn("assistant", "", tool_calls=3)]}, "messages[1].tool_calls:"),
         (
@@ -206,35 +194,14 @@ def test_prompt_and_answer():
             "messages[1].tool_calls[0].arguments:",
         ),
         ({"messages": [QUESTION, turn("assistant", "a", loss="no")]}, "messages[1].loss: 'no' true false"),
-        (
-            {"messages": [QUESTION, turn("assistant", "a", loss_scale=-1)]},
-            "messages[1].loss_scale: -1",
-        ),
+        ({"messages": [QUESTION, turn("assistant", "a", loss_scale=-1)]}, "messages[1].loss_scale: -1"),
         ({"messages": [QUESTION, turn("assistant", "a", loss_scale=True)]}, "messages[1].loss_scale: True"),
-        (
-            {"messages": [QUESTION, turn("assistant", "a", loss=True, loss_scale=1)]},
-            "messages[1].loss: loss_scale",
-        ),
-        (
-            {"messages": [turn("user", "q", loss=True), ANSWER]},
-            "messages[0].loss: assistant",
-        ),
-        (
-            {"messages": [QUESTION, turn("assistant", "a", loss_scale=10**400)]},
-            "messages[1].loss_scale: 0 1e+06",
-        ),
-        (
-            {"messages": [QUESTION, turn("assistant", "a", loss_scale=1e39)]},
-            "messages[1].loss_scale: 1e+39 0 1e+06",
-        ),
-        (
-            {"messages": [turn("user", [{"type": "text", "text": 5}]), ANSWER]},
-            "messages[0].content[0].text:",
-        ),
-        (
-            {"messages": [QUESTION, turn("assistant", "a", reasoning_content=[1])]},
-            "messages[1].reasoning_content:",
-        ),
+        ({"messages": [QUESTION, turn("assistant", "a", loss=True, loss_scale=1)]}, "messages[1].loss: loss_scale"),
+        ({"messages": [turn("user", "q", loss=True), ANSWER]}, "messages[0].loss: assistant"),
+        ({"messages": [QUESTION, turn("assistant", "a", loss_scale=10**400)]}, "messages[1].loss_scale: 0 1e+06"),
+        ({"messages": [QUESTION, turn("assistant", "a", loss_scale=1e39)]}, "messages[1].loss_scale: 1e+39 0 1e+06"),
+        ({"messages": [turn("user", [{"type": "text", "text": 5}]), ANSWER]}, "messages[0].content[0].text:"),
+        ({"messages": [QUESTION, turn("assistant", "a", reasoning_content=[1])]}, "messages[1].reasoning_content:"),
         ({"query": "q", "response": "a", "channel": "\ud83d"}, "channel:"),
         ({"query": "q", "response": "a", "tools": "[" * 5000}, "tools: JSON 100"),
         ({"query": "q", "response": "a", "tools": "9" * 5000}, "tools: JSON 4300"),
@@ -244,10 +211,7 @@ def test_prompt_and_answer():
             {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "get()"}]},
             "conversations[1].value: JSON",
         ),
-        (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call"}]},
-            "conversations[1].value:",
-        ),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call"}]}, "conversations[1].value:"),
     ],
 )
 def test_bad_row_names_its_field(row, message):

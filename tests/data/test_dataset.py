@@ -196,11 +196,7 @@ BAD = {"query": "q", "response": ""}
     ("rows", "options", "message"),
     [
         ([row(1), BAD], {}, "FILE:2 response: --max_bad_rows 1"),
-        (
-            [[1], row(1)],
-            {},
-            "FILE:1 row: .json --max_bad_rows 1",
-        ),
+        ([[1], row(1)], {}, "FILE:1 row: .json --max_bad_rows 1"),
         (
             [row(1), *[BAD] * 7],
             {"max_bad_rows": 6},
@@ -217,11 +213,7 @@ BAD = {"query": "q", "response": ""}
             {"max_length": 16},
             "--dataset 2 --max_length 16 SHORTEST --truncation_strategy right",
         ),
-        (
-            [row(1, words=9)],
-            {"max_length": 4, "truncation_strategy": "right"},
-            "--dataset --max_length 4 1",
-        ),
+        ([row(1, words=9)], {"max_length": 4, "truncation_strategy": "right"}, "--dataset --max_length 4 1"),
         (
             [row(1), row(1, words=9), row(1, words=8)],
             {"max_length": 40, "truncation_strategy": "error"},

@@ -81,11 +81,7 @@ def turns(*contents: Any) -> list[dict[str, Any]]:
             ["Draw.", [IMAGE], "Nice.", "Thanks."],
             ["a"],
         ),
-        (
-            {"messages": turns([{"type": "image", "image": "a"}, text("See.")], "Yes.")},
-            [[IMAGE, text("See.")]],
-            ["a"],
-        ),
+        ({"messages": turns([{"type": "image", "image": "a"}, text("See.")], "Yes.")}, [[IMAGE, text("See.")]], ["a"]),
         (
             {"messages": turns([text("See "), {"type": "image_url", "image_url": {"url": "a"}}], [text("Yes.")])},
             [[text("See "), IMAGE], "Yes."],
@@ -278,10 +274,7 @@ SIZES = {"wide.png": (50, 18), "tall.png": (10, 41), "tiny.png": (3, 2)}
 ROWS = [
     {"messages": turns("What?", "That.")},
     {"messages": turns("What is <image>?", "That."), "images": ["wide.png"]},
-    {
-        "messages": turns("<image> or <image>?", "This.", "And?", "It is."),
-        "images": ["tall.png", "wide.png"],
-    },
+    {"messages": turns("<image> or <image>?", "This.", "And?", "It is."), "images": ["tall.png", "wide.png"]},
     {
         "messages": turns("Look.", "At?", "<image><image>", "I see <image>."),
         "images": ["tiny.png", "wide.png", "tiny.png"],

@@ -66,16 +66,8 @@ def test_the_rows_never_change_between_versions():
 @pytest.mark.parametrize(
     ("lengths", "multiple", "message"),
     [
-        (
-            [5, 17, 30],
-            1,
-            "1 17 --packing_length 16 30 --max_length",
-        ),
-        (
-            [5, 13],
-            8,
-            "1 13 16 8 --packing_length 15 --max_length",
-        ),
+        ([5, 17, 30], 1, "1 17 --packing_length 16 30 --max_length"),
+        ([5, 13], 8, "1 13 16 8 --packing_length 15 --max_length"),
         ([3, 0], 1, "1 0"),
     ],
 )
@@ -97,12 +89,7 @@ def drain(stream: RowStream) -> list[list[int]]:
     return [[entry.row for entry in row] for row in stream]
 
 
-@given(
-    st.lists(st.integers(1, 30), max_size=80),
-    st.integers(1, 20),
-    st.sampled_from([1, 4]),
-    st.integers(0, 40),
-)
+@given(st.lists(st.integers(1, 30), max_size=80), st.integers(1, 20), st.sampled_from([1, 4]), st.integers(0, 40))
 def test_a_stream_gives_every_sample_once_and_goes_on_from_anywhere(lengths, buffer_size, multiple, cut):
     samples = numbered(lengths)
     unbroken = drain(RowStream(samples, 32, buffer_size, multiple=multiple))

@@ -280,11 +280,7 @@ def test_stop_tokens_are_gathered_from_the_model_directory(make_tokenizer, tmp_p
 @pytest.mark.parametrize(
     ("chat_template", "row", "message"),
     [
-        (
-            MISTRAL,
-            {"query": "q", "response": "a", "system": "s"},
-            "messages:",
-        ),
+        (MISTRAL, {"query": "q", "response": "a", "system": "s"}, "messages:"),
         (
             "{% for m in messages %}{{ m.role + 1 if m.content == 'q' else m.content }}{% endfor %}",
             {"query": "q", "response": "a"},
@@ -369,10 +365,7 @@ def test_answer_that_the_tokenizer_does_not_know():
     ("chat_template", "message"),
     [
         (None, "chat_template.jinja"),
-        (
-            "{{ raise_exception('no') }}",
-            "messages: no",
-        ),
+        ("{{ raise_exception('no') }}", "messages: no"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", ""),
     ],
 )

@@ -22,8 +22,8 @@ from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.metrics import counts_of
 from swiftlite.engines.server.process import serve
-from swiftlite.engines.vllm.metrics import read_metrics
 from swiftlite.serve import deploy
 from swiftlite.serve.bench.measure import connect, generate_all
 from tests.engines.reference import Reference
@@ -78,7 +78,7 @@ def ask(url: str, model: str, prompt: list[int]) -> list[int]:
 def accepted(url: str) -> int:
     """Return the number of accepted draft tokens since the start of the server."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        return read_metrics(response.read().decode(), 1).accepted
+        return counts_of(response.read().decode(), "vllm:", 1).accepted
 
 
 async def measure(url: str, prompts: list[list[int]]) -> tuple[list[Answer], DraftCounts, int]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.e2e.conftest import Commands
-from tests.e2e.test_eagle3 import exported
+from tests.e2e.drafted import exported
+from tests.e2e.test_drafters import learn_rows
 from tests.e2e.test_stock_drafts import NEW_TOKENS, HostWithoutPlugins, check_counts, counts_of_transformers, report_of
 from tests.e2e.vllm_here import serve
 from tests.engines.gemma4_assistant_reference import (
@@ -26,7 +27,6 @@ from tests.engines.gemma4_assistant_reference import (
     settings_of,
 )
 from tests.engines.reference import Reference, write_trained
-from tests.growth.test_drafter import learn, load_trunk, tokens_of
 from tests.messages import answers_equal
 from tests.tiers import some_of
 
@@ -115,12 +115,7 @@ def train(commands: Commands, dataset: Path, source: str) -> dict[str, Any]:
     """Train an assistant for a trunk that knows the rows, and export it; return the content of acceptance.json."""
     directory = commands.directory
     model = make_trunk(directory / "model", with_tokenizer=True)
-    trunk = load_trunk(model)
-    learn(trunk, tokens_of(model, dataset, with_answers=True))
-    learned = trunk.state_dict()
-    tensors = {key: learned[key].contiguous() for key in load_file(model / "model.safetensors")}
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
+    learn_rows(model, dataset)
     new = "--drafter gemma4_assistant"
     if source == "clusters":
         make_assistant(directory / "assistant", model, **CLUSTERS)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.e2e.test_eagle3 import exported
+from tests.e2e.drafted import exported
 from tests.e2e.test_gemma4_assistant import DRAFT_CLASS
 from tests.e2e.test_stock_drafts import NEW_TOKENS, counts_of_transformers, report_of
 from tests.e2e.vllm_here import serve

@@ -1,6 +1,4 @@
-"""Test heads of a base model that are grafted on a fine-tuned trunk and trained for several drafts,
-up to the engine.
-"""
+"""Test heads that are trained for several drafts, up to the engine."""
 
 import importlib.util
 import json
@@ -8,7 +6,6 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from swiftlite.base.heads import Heads
 from tests.e2e.conftest import Commands
@@ -16,43 +13,6 @@ from tests.engines.reference import Reference, convention
 from tests.messages import mentions
 from tests.model.test_unroll import train_head
 from tests.tiny import make_tiny_hf
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_graft_unroll_export_infer(commands: Commands, dataset):
-    directory = commands.directory
-    tuned = make_tiny_hf(directory / "tuned", "qwen3", depth=0, with_tokenizer=True)
-    base = make_tiny_hf(directory / "base", "qwen3", depth=1, with_tokenizer=True, seed=1)
-    commands.ok(
-        *f"megatron sft --model tuned --dataset {dataset} --output_dir run --torch_dtype float32 --micro_batch_size 4 "
-        "--global_batch_size 8 --train_iters 3 --lr 1e-3 --mtp_num_layers 1 --mtp_init graft --mtp_graft_from base "
-        "--mtp_mode heads_only --mtp_unroll 3 --mtp_loss kl --acceptance_samples 2 "
-        "--acceptance_max_new_tokens 4".split()
-    )
-    acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
-    assert acceptance["depths"] == 3
-    assert len(acceptance["after"]["generated"]["acceptance_per_position"]) == 3
-    commands.ok(*"export --to_hf --model run --output_dir aligned".split())
-    commands.ok(*"export --to_hf --model run --output_dir grafted --mtp_graft_from base".split())
-
-    trunk, heads = (load_file(path / "model.safetensors") for path in (tuned, base))
-    heads = {key: tensor for key, tensor in heads.items() if key.startswith("mtp.")}
-    for name, unroll in (("aligned", 3), ("grafted", 1)):
-        exported = load_file(directory / name / "model.safetensors")
-        assert exported.keys() == trunk.keys() | heads.keys()
-        assert all(torch.equal(exported[key], tensor) for key, tensor in trunk.items())
-        changed = [key for key, tensor in heads.items() if not torch.equal(exported[key], tensor)]
-        assert sorted(changed) == (sorted(heads) if name == "aligned" else [])
-        config = json.loads((directory / name / "config.json").read_text())
-        assert (config["num_nextn_predict_layers"], config.get("mtp_unroll", 1)) == (1, unroll)
-
-    (directory / "prompts.jsonl").write_text('{"query": "What is 3 plus 3?"}\n')
-    log = commands.ok(
-        *"infer --model aligned --speculative mtp --val_dataset prompts.jsonl --torch_dtype float32 "
-        "--max_new_tokens 8".split()
-    ).stderr
-    assert re.search(r"[\d.]+%, [\d.]+%, [\d.]+%", log)  # of drafts accepted, by position
 
 
 @pytest.mark.gloo

@@ -2,9 +2,7 @@
 counts of each request equal those of an independent reference."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ from swiftlite.engines.llamacpp.dry_load import dry_load, report_of
 from swiftlite.families.eagle3 import LLAMACPP_TRUNKS
 from swiftlite.families.serving.llamacpp import TRUNKS
 from swiftlite.runtime.mesh import Mesh
-from tests.e2e import test_dflash, test_eagle3, test_gemma4_assistant
+from tests.e2e import drafted, test_gemma4_assistant
 from tests.e2e.test_llamacpp import NEW_TOKENS, check_requests
-from tests.engines.dflash_reference import DFlashReference
 from tests.engines.drafter_reference import DrafterReference
-from tests.engines.eagle3_reference import Eagle3Reference
 from tests.engines.gemma4_assistant_reference import CLUSTERS, AssistantReference, config_for, declare, settings_of
 from tests.engines.llamacpp_reference import Request, Slot, half_gelu
 from tests.engines.reference import Reference, write_trained
@@ -33,28 +29,18 @@ from tests.tiny import GEMMA4_E
 pytestmark = [pytest.mark.engine, needs_llamacpp]
 
 
-def write_dflash(directory: Path, family: str, rank: int = 0) -> tuple[DrafterReference, list[list[int]]]:
-    prompts = test_dflash.write_drafted(directory, family, 2, rank)
-    # llama.cpp never drafts more tokens than a block has.
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"mtp_unroll": 3}))
-    return DFlashReference.load(directory, family), prompts
+def write(kind: str, directory: Path, family: str) -> tuple[DrafterReference, list[list[int]]]:
+    prompts = drafted.write_drafted(directory, kind, family)
+    if kind != "eagle3.0":  # llama.cpp never drafts more tokens than a block has
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"mtp_unroll": 3}))
+    return drafted.load_reference(directory, kind, family), prompts
 
 
-def write_eagle3(directory: Path, family: str) -> tuple[DrafterReference, list[list[int]]]:
-    prompts = test_eagle3.write_drafted(directory, family, "3.0")
-    return Eagle3Reference.load(directory, family), prompts
-
-
-WRITERS: dict[str, Callable[[Path, str], tuple[DrafterReference, list[list[int]]]]] = {
-    "dflash": write_dflash,
-    "dspark": partial(write_dflash, rank=test_dflash.RANK),
-    "eagle3": write_eagle3,
-}
 # A tiny EAGLE-3.0 drafter of llama does not learn three drafts.
 CASES = [(kind, family, 3) for kind in ("dflash", "dspark") for family in LLAMACPP_TRUNKS]
-CASES += [("eagle3", family, 3) for family in LLAMACPP_TRUNKS if family != "llama"]
-CASES += [("dflash", "llama", 1), ("dspark", "qwen3", 1), ("eagle3", "qwen3", 1)]
+CASES += [("eagle3.0", family, 3) for family in LLAMACPP_TRUNKS if family != "llama"]
+CASES += [("dflash", "llama", 1), ("dspark", "qwen3", 1), ("eagle3.0", "qwen3", 1)]
 
 
 @dataclass
@@ -84,16 +70,16 @@ def expected_of(reference: Reference, prompt: list[int], row: list[int], num_tok
 
 @pytest.mark.parametrize(
     ("kind", "family", "num_tokens"),
-    some_of(CASES, ("dflash", "qwen3", 3), ("dspark", "llama", 3), ("eagle3", "mistral", 3)),
+    some_of(CASES, ("dflash", "qwen3", 3), ("dspark", "llama", 3), ("eagle3.0", "mistral", 3)),
 )
 def test_requests_equal_the_reference(kind, family, num_tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     directory = tmp_path / "model"
-    reference, prompts = WRITERS[kind](directory, family)
+    reference, prompts = write(kind, directory, family)
     rows = reference.greedy_rows(prompts, NEW_TOKENS + num_tokens + 1)
     expected = [expected_of(reference, *pair, num_tokens) for pair in zip(prompts, rows, strict=True)]
     report = dry_load(check_requests(directory, prompts, num_tokens, expected))
-    assert (report.problems, report.target, report.draft) == ([], TRUNKS[family], kind)
+    assert (report.problems, report.target, report.draft) == ([], TRUNKS[family], kind.removesuffix(".0"))
 
 
 E_MODEL = {**GEMMA4_E, "num_kv_shared_layers": 2}
@@ -113,14 +99,14 @@ def write_assistant(directory: Path, family: str, sizes: dict[str, Any], mesh: M
     """Export a trained trunk with an assistant; return its directory and prompts. That of an E model has clusters."""
     if not sizes:
         prompts = test_gemma4_assistant.write_drafted(directory / "source", family)
-        return test_eagle3.exported(directory / "source", directory, mesh), prompts
+        return drafted.exported(directory / "source", directory, mesh), prompts
 
     def draft_as(reference: Reference) -> Reference:
         return AssistantReference.of(reference.trunk, **CLUSTERS)
 
     prompts = write_trained(directory / "source", family, 1, True, 3, draft_as, **sizes)
     declare(directory / "source", config_for(settings_of(directory / "source"), **CLUSTERS).to_dict(), (2, 3))
-    return test_eagle3.exported(directory / "source", directory, mesh), prompts
+    return drafted.exported(directory / "source", directory, mesh), prompts
 
 
 @pytest.mark.parametrize(

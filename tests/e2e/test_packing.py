@@ -1,4 +1,4 @@
-"""Test packing as a command: streaming with several layouts, resuming, and random tokens of given lengths."""
+"""Test packing as a command: streaming with several layouts and resuming."""
 
 import json
 import re
@@ -83,25 +83,3 @@ def test_the_options_that_a_bad_row_names_continue_a_streamed_run(commands, sft,
     assert mentions(decision[DECISION], "bad.jsonl:61 JSON")
     steps = [line for line in read_metrics(tmp_path / "bad") if line != decision]
     assert steps == read_metrics(tmp_path / "good")
-
-
-@pytest.mark.slow
-def test_mock_data_under_the_scheduler(commands, sft, tmp_path, model):
-    mock = {
-        "mode": "distribution",
-        "type": "lognormal",
-        "min_seq_len": 4,
-        "max_seq_len": 60,
-        "mean_seq_len": 20,
-        "lognormal_sigma": 1.0,
-    }
-    without_dataset = [word for word in sft if word != "--dataset" and not word.endswith("rows.jsonl")]
-    options = [*without_dataset, "--train_iters", 2, "--sft_mock_dataset_config_json", json.dumps(mock)]
-    packed = ["--packing", "--max_length", 64, "--sequence_packing_scheduler", "dp_balanced", "--global_batch_size", 16]
-    done = commands.ok(*options, *packed, "--output_dir", tmp_path / "run", processes=2)
-    assert "NaN" not in done.stderr
-    report = json.loads((tmp_path / "run" / "run_report.json").read_text())
-    assert report["data"]["train_samples"] == 100_000
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
-    assert all(line["tokens_per_second"] > 0 and line["tflops_per_second"] > 0 for line in lines)

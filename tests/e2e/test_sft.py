@@ -1,4 +1,4 @@
-"""Test `megatron sft` as a process: resuming, signals, kill -9, heads_only, several processes."""
+"""Test `megatron sft` as a process: resuming, signals, kill -9, several processes."""
 
 import json
 import os
@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page
@@ -93,10 +91,6 @@ def finished(tmp_path_factory) -> Path:
     return directory
 
 
-def test_only_the_newest_checkpoints_are_kept(finished):
-    assert {path.name for path in (finished / "run").glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-12"}
-
-
 @pytest.mark.slow
 def test_args_json_runs_again(commands, finished, tmp_path):
     arguments = finished / "run" / "args.json"
@@ -105,26 +99,6 @@ def test_args_json_runs_again(commands, finished, tmp_path):
     plan = commands.ok("megatron", "sft", arguments, "--output_dir", "planned", "--dry_run").stdout
     for path in (finished / "run").iterdir():
         assert mentions(plan, "planned/" + re.sub(r"checkpoint-\d+", "checkpoint-N", path.name)), path
-
-
-def test_heads_only_proves_that_the_trunk_stayed(commands, sft, model, tmp_path):
-    run, hf = tmp_path / "run", tmp_path / "hf"
-    commands.ok(*sft, "--mtp_mode", "heads_only", "--output_dir", run)
-    tensors = json.loads((run / "run_report.json").read_text())["tensors"]
-    assert tensors["trunk_sha256_before"] == tensors["trunk_sha256_after"]
-    assert tensors["frozen_but_changed"] == []
-    assert tensors["trained_but_unchanged"] == []
-    commands.ok("export", "--to_hf", "--model", run, "--output_dir", hf)
-    before, after = (load_file(directory / "model.safetensors") for directory in (model, hf))
-    assert before.keys() == after.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if name.startswith("mtp.")}
-
-
-def test_joint_changes_the_trunk(finished):
-    tensors = json.loads((finished / "run" / "run_report.json").read_text())["tensors"]
-    assert tensors["trunk_sha256_before"] != tensors["trunk_sha256_after"]
-    assert tensors["frozen_tensors"] == 0
 
 
 def test_the_export_of_a_moved_run_needs_nothing_else(commands, finished, tmp_path):
@@ -136,28 +110,6 @@ def test_the_export_of_a_moved_run_needs_nothing_else(commands, finished, tmp_pa
         hidden.rename(finished)
     written = {path.name for path in (tmp_path / "hf").iterdir()}
     assert written >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-
-
-@pytest.fixture(scope="module")
-def mcore(finished) -> Path:
-    """Return the model of `finished` in Megatron's format."""
-    Commands(finished).ok("export", "--to_mcore", "--model", "model", "--output_dir", "mcore")
-    return finished / "mcore"
-
-
-def test_hf_to_mcore_to_hf_is_bit_exact(commands, finished, mcore, tmp_path):
-    model = finished / "model"
-    commands.ok("export", "--to_hf", "--model", mcore, "--output_dir", tmp_path / "hf")
-    before, after = (load_file(directory / "model.safetensors") for directory in (model, tmp_path / "hf"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert (model / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
-
-
-def test_strip_leaves_no_head_and_no_promise(commands, mcore, tmp_path):
-    commands.ok("export", "--to_hf", "--mtp", "strip", "--model", mcore, "--output_dir", tmp_path / "hf")
-    assert not [name for name in load_file(tmp_path / "hf" / "model.safetensors") if name.startswith("mtp.")]
-    assert not json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"]
 
 
 def resumed(finished: Path, directory: Path) -> list:
@@ -185,22 +137,6 @@ def test_a_checkpoint_that_does_not_fit_is_named(commands, finished, tmp_path):
     again = commands.run(*resume)
     assert again.returncode == 1
     assert has_line(again.stderr, "checkpoint-12.damaged")
-
-
-def test_a_place_that_cannot_be_written_is_named(commands, sft):
-    result = commands.run(*sft, "--output_dir", "/proc/nowhere")
-    assert result.returncode == 1
-    assert has_line(result.stderr, "--output_dir /proc/nowhere")
-    assert "Traceback" not in result.stderr
-
-
-def test_heads_that_the_config_does_not_promise_are_not_dropped_in_silence(commands, sft, model, tmp_path):
-    config = model / "config.json"
-    config.write_text(config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 0'))
-    result = commands.run(*sft, "--output_dir", tmp_path / "run")
-    assert result.returncode == 1
-    assert mentions(result.stderr, "config.json --mtp_num_layers 0")
-    assert not (tmp_path / "run").exists()
 
 
 def children_of(pid: int) -> set[int]:
@@ -233,15 +169,6 @@ def test_nothing_lives_on_after_a_kill_in_an_asynchronous_save(commands, sft, tm
     assert alive == []
 
 
-@pytest.mark.slow
-def test_resume_of_nothing_starts_and_says_so(commands, sft, tmp_path):
-    run = tmp_path / "run"
-    short = ("--train_iters", "2", "--acceptance_samples", "0", "--output_dir", run, "--resume")
-    result = commands.ok(*sft, *short)
-    assert has_line(result.stderr, f"--resume: {run}")
-    assert (run / "checkpoint-2").exists()
-
-
 def test_a_run_that_has_lost_its_source_gets_it_back(commands, finished, tmp_path):
     run, resume = tmp_path / "run", resumed(finished, tmp_path)
     before = {path.name: path.read_bytes() for path in (run / "source").iterdir()}
@@ -249,12 +176,3 @@ def test_a_run_that_has_lost_its_source_gets_it_back(commands, finished, tmp_pat
     result = commands.ok(*resume)
     assert has_line(result.stderr, f"{run / 'source'} --model")
     assert {path.name: path.read_bytes() for path in (run / "source").iterdir()} == before
-
-
-def test_weights_that_no_step_survives_are_not_saved(commands, sft, tmp_path):
-    run = tmp_path / "run"
-    result = commands.run(*sft, "--lr", "1e30", "--save_steps", "1", "--acceptance_samples", "0", "--output_dir", run)
-    assert result.returncode == 1
-    assert mentions(result.stderr, "swiftlite: 1 --lr --resume")
-    assert "Traceback" not in result.stderr
-    assert not list(run.glob("*checkpoint-*"))

@@ -27,7 +27,7 @@ from swiftlite.engines.server_command import ServerCommand
 from swiftlite.families import FAMILIES
 from swiftlite.families.eagle3 import SGLANG_TRUNKS
 from swiftlite.serve.bench.measure import connect, generate_all
-from tests.e2e.test_eagle3 import exported, write_drafted
+from tests.e2e.drafted import exported, write_drafted
 from tests.engines.eagle3_reference import Eagle3Reference
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.messages import mentions
@@ -150,7 +150,7 @@ def served(request, trained, commands, mesh, tmp_path_factory) -> dict[Any, Any]
     eagle3: dict[Any, Any] = {}
     for family, version in selected(request, "family", "version"):
         directory = folder / f"{family}-eagle{version}"
-        prompts = write_drafted(directory / "model", family, version)
+        prompts = write_drafted(directory / "model", f"eagle{version}", family)
         exported(directory / "model", directory, mesh)
         models[family, version] = (directory / "model", prompts)
         eagle3[family, version] = {

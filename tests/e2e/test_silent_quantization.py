@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.engines.served_model import resolve_served
@@ -123,38 +122,6 @@ def test_an_export_does_not_repeat_the_defect(hosted, name):
     else:
         assert exported.returncode == 0
     hosted.ok("doctor", "--model", "out")
-
-
-@pytest.mark.slow
-def test_published_scales_in_bfloat16_are_no_defect(hosted):
-    """As in Qwen's FP8 repositories. An export has them again."""
-    model = make(hosted.directory, "qwen3", "fp8_blocks_bf16")
-    list_plain(model, keeps_block=True)
-    hosted.ok("doctor", "--model", "model")
-    train(hosted)
-    hosted.ok(*EXPORT)
-    stored = load_file(hosted.directory / "out" / "model.safetensors")
-    scales = {key: tensor for key, tensor in stored.items() if key.endswith("_scale_inv")}
-    assert scales
-    assert all(scale.dtype is torch.bfloat16 for scale in scales.values())
-
-
-@pytest.mark.parametrize("damage", ["missing", "another shape", "codes"])
-def test_invalid_scales_are_named(hosted, damage):
-    model = make(hosted.directory, "qwen3", "fp8_blocks_bf16", block=True)
-    list_plain(model, keeps_block=False)
-    key = "mtp.layers.0.mlp.down_proj.weight_scale_inv"
-    tensors = load_file(model / "model.safetensors")
-    scale = tensors.pop(key)
-    if damage == "another shape":
-        tensors[key] = scale[:1].contiguous()
-    elif damage == "codes":
-        tensors[key] = scale.to(torch.float8_e4m3fn)
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    for command in (["doctor", "--model", "model"], SERVE, "export --to_mcore --model model --output_dir out".split()):
-        done = hosted.run(*command)
-        assert done.returncode != 0
-        assert mentions(done.stdout + done.stderr, key)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Test that vLLM without plugins drafts from the folder `draft/` of an export, and counts what a reference counts."""
 
 import importlib.util
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -16,10 +15,9 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.families.serving.stock import DRAFTING
-from tests.e2e.conftest import Commands
 from tests.e2e.vllm_here import Served, serve
 from tests.engines.reference import Counts, Reference, follow, write_trained
-from tests.messages import answers_equal, mention_each, mentions
+from tests.messages import mention_each
 from tests.stock_exports import CLASSES, SIZES, export_for_stock
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
@@ -54,17 +52,29 @@ def counts_of_transformers(directory: Path, prompts: list[list[int]], num_tokens
 
 
 def check_counts(
-    vllm_host, reference: Reference, directory: Path, prompts: list[list[int]], num_tokens: int, draft: str
+    vllm_host,
+    reference: Reference,
+    directory: Path,
+    prompts: list[list[int]],
+    num_tokens: int,
+    draft: str,
+    *,
+    has_plugin: bool = False,
 ) -> Counts:
-    """Check that vLLM without plugins and the transformers engine draft as a reference, and return the counts.
+    """Check that vLLM and the transformers engine draft as a reference, and return the counts.
 
     Args:
         directory: an export of the reference with `draft/`.
-        draft: name of vLLM's draft class.
+        draft: end of the name of vLLM's draft class.
+        has_plugin: whether vLLM has the plugins.
     """
-    served, module = vllm_host.call(partial(served_without_plugins, directory, prompts, num_tokens))
+    if has_plugin:
+        served = vllm_host.call(partial(serve, directory, prompts, NEW_TOKENS, num_tokens))
+    else:
+        served, module = vllm_host.call(partial(served_without_plugins, directory, prompts, num_tokens))
+        assert module == "vllm.config.speculative"
     expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
-    assert (module, served.draft) == ("vllm.config.speculative", draft)
+    assert served.draft.endswith(draft)
     assert served.token_ids == expected
     found = Counts(served.counts.drafts, served.counts.drafted, served.counts.accepted_per_position)
     assert found == counts
@@ -115,32 +125,3 @@ class HostWithoutPlugins:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return self._host.call(without_plugins, function, *arguments)
-
-
-@pytest.mark.slow
-def test_a_run_counts_what_vllm_without_plugins_counts(vllm_host, commands, dataset):
-    """The acceptance that the run measures on held-out prompts equals vLLM's counts for the export."""
-    directory = commands.directory
-    make_tiny_hf(directory / "model", "llama", with_tokenizer=True)
-    (directory / "val.jsonl").write_text("".join(dataset.read_text().splitlines(keepends=True)[:3]))
-    commands.ok(
-        *f"megatron sft --model model --dataset {dataset} --val_dataset val.jsonl --output_dir run "
-        "--torch_dtype float32 --mtp_num_layers 1 --mtp_init copy_last_layer --draft_for vllm_stock --mtp_unroll 2 "
-        "--global_batch_size 8 --train_iters 40 --lr 1e-2 --acceptance_samples 3 --acceptance_max_new_tokens 12".split()
-    )
-    commands.ok(*"export --to_hf --model run --output_dir hf".split())
-    host: Any = HostWithoutPlugins(vllm_host)
-    without = Commands(directory, host)
-    usual = "--model hf --infer_backend vllm --torch_dtype float32".split()
-    measured = "--val_dataset val.jsonl --acceptance_json run/acceptance.json"
-    infer = f"--speculative mtp --compare --max_new_tokens 12 {measured}"
-    assert answers_equal(without.ok("infer", *usual, *infer.split()).stderr, 3)
-    acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
-    said_by_run, counted = acceptance["after"]["generated"], acceptance["engines"]["vllm"]
-    assert counted["accepted"] > 10
-    assert {name: counted[name] for name in said_by_run} == said_by_run
-
-    assert f'"model": "{directory}/hf/draft"' in without.ok("deploy", *usual, "--dry_run").stdout
-    refused = without.run("deploy", *usual, "--dry_run", "--live_weights", "true")
-    assert refused.returncode == 1
-    assert mentions(refused.stderr, "VLLM_PLUGINS")

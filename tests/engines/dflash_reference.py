@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 
-from tests.engines.drafter_reference import DrafterReference, rotated
-from tests.engines.reference import stack_experts
-from tests.tiny import embedded, logits_of, make_tiny_model
+from tests.engines import drafter_reference
+from tests.engines.drafter_reference import DrafterReference, add_tensors, load_trunk, rotated
+from tests.tiny import embedded, logits_of
 
 MASK = 127
 """The mask token: the last one of tiny models."""
@@ -76,14 +75,8 @@ class DFlashReference(DrafterReference):
     @classmethod
     def load(cls, directory: Path, family: str, depth: int = 1) -> "DFlashReference":
         """Read a checkpoint whose config.json declares the drafter."""
-        tensors = load_file(directory / "model.safetensors")
-        config = json.loads((directory / "config.json").read_text())
-        overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype", "drafter")}
-        trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
-        missing, own = trunk.load_state_dict(stack_experts(tensors), strict=False)
-        assert set(missing) <= {"lm_head.weight"}
-        trunk.tie_weights()
-        return cls(trunk, family, {name: tensors[name] for name in own}, config["drafter"]["feature_layers"]).eval()
+        trunk, tensors, drafter = load_trunk(directory, family)
+        return cls(trunk, family, tensors, drafter["feature_layers"]).eval()
 
     def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the context, and the states after the final norm, each [B, S, H]."""
@@ -176,17 +169,11 @@ class DFlashReference(DrafterReference):
 
 def declare(directory: Path, features: list[int], layers: int = 1, rank: int = 0) -> Path:
     """Let config.json declare the drafter; return the directory."""
-    config = json.loads((directory / "config.json").read_text())
-    config.pop("num_nextn_predict_layers", None)
-    (directory / "config.json").write_text(
-        json.dumps({**config, "drafter": declared(features, layers, rank)}, indent=2)
-    )
-    return directory
+    return drafter_reference.declare(directory, declared(features, layers, rank))
 
 
 def add_drafter(directory: Path, features: list[int], layers: int = 1, rank: int = 0) -> Path:
     """Add a random drafter to a model without heads; return the directory."""
     config = json.loads((directory / "config.json").read_text())
-    tensors = load_file(directory / "model.safetensors") | random_tensors(config, len(features), layers, rank)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return declare(directory, features, layers, rank)
+    tensors = random_tensors(config, len(features), layers, rank)
+    return add_tensors(directory, tensors, declared(features, layers, rank))

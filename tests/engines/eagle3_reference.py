@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 
-from tests.engines.drafter_reference import DrafterReference, rotated
-from tests.engines.reference import stack_experts
-from tests.tiny import embedded, make_tiny_model
+from tests.engines import drafter_reference
+from tests.engines.drafter_reference import DrafterReference, add_tensors, load_trunk, rotated
+from tests.tiny import embedded
 
 VERSIONS: dict[str, dict[str, bool]] = {
     "3.0": {"fc_norm": False, "norm_output": False},
@@ -65,16 +64,8 @@ class Eagle3Reference(DrafterReference):
     @classmethod
     def load(cls, directory: Path, family: str, depth: int = 1) -> "Eagle3Reference":
         """Read a checkpoint whose config.json declares the drafter."""
-        tensors = load_file(directory / "model.safetensors")
-        config = json.loads((directory / "config.json").read_text())
-        overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype", "drafter")}
-        trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
-        missing, own = trunk.load_state_dict(stack_experts(tensors), strict=False)
-        assert set(missing) <= {"lm_head.weight"}
-        trunk.tie_weights()
-        drafter = config["drafter"]
-        version = "3.1" if drafter["fc_norm"] else "3.0"
-        return cls(trunk, family, {name: tensors[name] for name in own}, drafter["feature_layers"], version).eval()
+        trunk, tensors, drafter = load_trunk(directory, family)
+        return cls(trunk, family, tensors, drafter["feature_layers"], "3.1" if drafter["fc_norm"] else "3.0").eval()
 
     def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the fused features, and the states after the final norm, each [B, S, H]."""
@@ -110,15 +101,10 @@ class Eagle3Reference(DrafterReference):
 
 def declare(directory: Path, version: str, features: list[int]) -> Path:
     """Let config.json declare the drafter; return the directory."""
-    config = json.loads((directory / "config.json").read_text())
-    config.pop("num_nextn_predict_layers", None)
-    (directory / "config.json").write_text(json.dumps({**config, "drafter": declared(version, features)}, indent=2))
-    return directory
+    return drafter_reference.declare(directory, declared(version, features))
 
 
 def add_drafter(directory: Path, version: str, features: list[int]) -> Path:
     """Add a random drafter to a model without heads; return the directory."""
     config = json.loads((directory / "config.json").read_text())
-    tensors = load_file(directory / "model.safetensors") | random_tensors(config, len(features), version)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return declare(directory, version, features)
+    return add_tensors(directory, random_tensors(config, len(features), version), declared(version, features))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.engines.drafter_reference import DrafterReference
+from tests.engines import drafter_reference
+from tests.engines.drafter_reference import DrafterReference, add_tensors, load_trunk
 from tests.engines.reference import stack_experts
 from tests.tiny import embedded, head_in_files, make_tiny_model, memory_name
 
@@ -38,16 +38,8 @@ class FeatureReference(DrafterReference):
     @classmethod
     def load(cls, directory: Path, family: str, depth: int = 1) -> "FeatureReference":
         """Read a checkpoint whose config.json declares the head."""
-        tensors = load_file(directory / "model.safetensors")
-        config = json.loads((directory / "config.json").read_text())
-        overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype", "drafter")}
-        trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
-        named = {memory_name(family, name): tensor for name, tensor in tensors.items()}
-        missing, _ = trunk.load_state_dict(stack_experts(named), strict=False)
-        assert set(missing) <= {"lm_head.weight"}
-        trunk.tie_weights()
-        own = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
-        return cls(trunk, family, own, config["drafter"]["feature_layers"]).eval()
+        trunk, tensors, drafter = load_trunk(directory, family)
+        return cls(trunk, family, tensors, drafter["feature_layers"]).eval()
 
     def mtp_tensors(self) -> dict[str, torch.Tensor]:
         block = {name: each.detach() for name, each in self.block.state_dict().items()}
@@ -90,13 +82,14 @@ def random_tensors(trunk: Any, family: str, num_features: int, std: float = 0.2)
     return tensors | {f"mtp.{name}.weight": 1 + torch.randn(hidden) * std for name in norms}
 
 
+def declared(features: list[int]) -> dict[str, Any]:
+    """Return what config.json declares for a head."""
+    return {"kind": "mtp_features", "layers": 1, "feature_layers": features}
+
+
 def declare(directory: Path, features: list[int]) -> Path:
     """Let config.json declare the head; return the directory."""
-    config = json.loads((directory / "config.json").read_text())
-    config.pop("num_nextn_predict_layers", None)
-    declared = {"kind": "mtp_features", "layers": 1, "feature_layers": features}
-    (directory / "config.json").write_text(json.dumps({**config, "drafter": declared}, indent=2))
-    return directory
+    return drafter_reference.declare(directory, declared(features))
 
 
 def add_head(directory: Path, family: str, features: list[int]) -> Path:
@@ -104,8 +97,4 @@ def add_head(directory: Path, family: str, features: list[int]) -> Path:
     config = json.loads((directory / "config.json").read_text())
     overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
     trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
-    tensors = load_file(directory / "model.safetensors") | random_tensors(trunk, family, len(features))
-    save_file(
-        {name: each.contiguous() for name, each in tensors.items()}, directory / "model.safetensors", {"format": "pt"}
-    )
-    return declare(directory, features)
+    return add_tensors(directory, random_tensors(trunk, family, len(features)), declared(features))

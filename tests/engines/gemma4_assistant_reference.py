@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     Gemma4AssistantConfig,
@@ -19,6 +19,8 @@ from transformers import (
     Gemma4UnifiedAssistantForCausalLM,
 )
 
+from tests.engines import drafter_reference
+from tests.engines.drafter_reference import add_tensors
 from tests.engines.reference import Reference, stack_experts
 from tests.tiny import OWN_SIZES, make_tiny_hf, make_tiny_model, memory_name
 
@@ -212,16 +214,13 @@ def declare(
     Args:
         feature_layers: the last layers of each kind that have keys and values.
     """
-    config = json.loads((directory / "config.json").read_text())
-    config.pop("num_nextn_predict_layers", None)
     drafter = {
         "kind": "gemma4_assistant",
         "layers": 1,
         "feature_layers": [*feature_layers],
         "config": assistant,
     }
-    (directory / "config.json").write_text(json.dumps({**config, "drafter": drafter}, indent=2))
-    return directory
+    return drafter_reference.declare(directory, drafter)
 
 
 def add_assistant(directory: Path, **changed: Any) -> Path:
@@ -230,6 +229,5 @@ def add_assistant(directory: Path, **changed: Any) -> Path:
     of_trunk = json.loads((directory / "config.json").read_text())
     model = random_assistant(of_trunk, **changed)
     own = {PREFIX + name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    tensors = load_file(directory / "model.safetensors") | own
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    add_tensors(directory, own, {})
     return declare(directory, model.config.to_dict())

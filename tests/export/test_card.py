@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from swiftlite.export import card
 from swiftlite.export.card import model_card
 from swiftlite.export.provenance import Provenance, provenance_of
 from swiftlite.export.run import convert
+from swiftlite.families.drafters import DrafterOptions, with_drafter
+from swiftlite.families.resolved import resolve
 from swiftlite.hub.name import HubName
 from tests.llamacpp_here import needs_llamacpp
 from tests.messages import has_line, naming
@@ -51,9 +54,29 @@ def test_the_card_of_another_drafter_has_no_commands_for_mtp_heads(tmp_path):
 @pytest.mark.parametrize(("kind", "needs_plugin"), [("eagle3", False), ("mtp_features", True)])
 def test_the_card_of_a_drafter_in_a_folder_has_its_method(tmp_path, kind, needs_plugin):
     heads = Heads(layers=1, unroll=3, kind=kind, features=(1,))
-    text = model_card("me/new", ORIGIN, heads, tmp_path, has_draft_folder=True)
+    text = model_card("me/new", ORIGIN, heads, tmp_path, drafting_engines=["vllm", "sglang"], has_draft_folder=True)
+    assert has_line(text, "swiftlite deploy --infer_backend sglang")
     assert '{"method": "eagle3", "model": "model/draft", "num_speculative_tokens": 3}' in text
     assert ("plugin" in text) is needs_plugin
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "vocab", "engines"),
+    [
+        ("qwen3", "dflash", "", "transformers vllm sglang llamacpp"),
+        ("qwen3", "dflash", "0-40", "transformers vllm llamacpp"),
+        ("phi3", "dspark", "", "transformers vllm sglang"),
+        ("qwen3", "mtp", "", ""),
+    ],
+)
+def test_engines_that_draft_are_those_of_the_records(tmp_path, family, kind, vocab, engines):
+    source = make_tiny_hf(tmp_path, family, num_hidden_layers=4)
+    model = resolve(source)
+    if kind != "mtp":
+        config = with_drafter(model.config, DrafterOptions(kind)) | {"mtp_draft_vocab": vocab}
+        config["drafter"] |= {"layers": 1}
+        model = replace(model, config=config)
+    assert card.engines_that_draft(model) == engines.split()
 
 
 def write_acceptance(run) -> None:
@@ -142,7 +165,7 @@ def test_a_quantized_model_is_compared_with_the_unquantized_one(run, tmp_path, m
     assert has_line(text, f"{before['trunk']['loss']:.4f} {content['trunk']['loss']:.4f}")
     assert has_line(text, f"{content['trunk']['top1_agreement']:.1%}")
     shares = [each["teacher_forced"]["acceptance_per_depth"][0] for each in (before, content)]
-    assert has_line(text, f"{shares[0]:.1%} {shares[1]:.1%}")
+    assert has_line(text, f"head 1 {shares[0]:.1%} {shares[1]:.1%}")
     counts = [each["replayed"] for each in (before, content)]
     assert has_line(text, " ".join(f"{each['accepted']} {each['drafted']}" for each in counts))
     assert has_line(text, "61 100 61.0%")  # of the run, before the quantization
@@ -171,6 +194,7 @@ def test_counts_of_engines_are_compared(tmp_path):
     assert has_line(text, "sglang 44 100")
     assert has_line(text, "1.1250 1.2500")
     assert has_line(text, "87.5%")
+    assert has_line(text, "head 1 50.0% 50.0%")
 
 
 def test_heads_before_the_end_of_a_run_have_not(run, tmp_path, mesh):

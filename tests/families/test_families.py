@@ -4,6 +4,7 @@ import subprocess
 import sys
 from copy import deepcopy
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,47 +40,25 @@ from tests.tiny import (
     step_as_published,
 )
 
+
+def words(text: str) -> set[str]:
+    return set(text.split())
+
+
 # What does not change what a model computes from tokens to logits: training, generation, bookkeeping.
-HARMLESS = {
-    "_name_or_path",
-    "architectures",
-    "bos_token_id",
-    "chunk_size_feed_forward",  # memory, not numbers
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "is_encoder_decoder",
-    "label2id",
-    "max_position_embeddings",  # read by the rotary embedding
-    "max_window_layers",  # only with use_sliding_window
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pad_token_id",
-    "problem_type",
-    "return_dict",
-    "router_aux_loss_coef",  # a loss of training, which has an option of its own
-    "rope_parameters",  # read by the rotary embedding
-    "sliding_window",  # only with use_sliding_window
-    "transformers_version",
-    "use_cache",
-}
-READ = {
-    "head_dim",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "layer_types",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "num_nextn_predict_layers",
-    "quantization_config",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "vocab_size",
-}
+# chunk_size_feed_forward changes memory, not numbers; others are read by the rotary embedding (rope_parameters,
+# max_position_embeddings), only with use_sliding_window (max_window_layers, sliding_window), or are a loss of training
+# with an option of its own (router_aux_loss_coef).
+HARMLESS = words("""
+    _name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label is_encoder_decoder
+    label2id max_position_embeddings max_window_layers model_type output_attentions output_hidden_states
+    output_router_logits pad_token_id problem_type return_dict router_aux_loss_coef rope_parameters sliding_window
+    transformers_version use_cache
+""")
+READ = words("""
+    head_dim hidden_size initializer_range intermediate_size layer_types num_attention_heads num_hidden_layers
+    num_key_value_heads num_nextn_predict_layers quantization_config rms_norm_eps tie_word_embeddings vocab_size
+""")
 # transformers' Qwen2 has no field of biases, which it always has.
 OF_DEEPSEEK = {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"}
 OF_GEMMA4_MIXTURE = {"enable_moe_block", "moe_intermediate_size", "num_experts", "top_k_experts"}
@@ -90,14 +69,11 @@ OWN_NEUTRAL = {
     "qwen3_moe": {"attention_bias"},
     "ernie4_5_moe": {"moe_layer_interval", "moe_norm_min", "use_bias"},
     "exaone4": {"attention_bias", "bias", "logit_scale", "mlp_bias"},
-    "gemma3_text": {
-        "attention_bias",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "_sliding_window_pattern",  # of layer_types, which files of transformers 5 have too
-        "hidden_activation",
-        "use_bidirectional_attention",
-    },
+    # _sliding_window_pattern: of layer_types, which files of transformers 5 have too
+    "gemma3_text": words("""
+        attention_bias attn_logit_softcapping final_logit_softcapping _sliding_window_pattern hidden_activation
+        use_bidirectional_attention
+    """),
     "gemma4_text": {
         *OF_GEMMA4_MIXTURE,
         "attention_bias",
@@ -112,62 +88,29 @@ OWN_NEUTRAL = {
     "glm_moe_dsa": {"attention_bias", "mlp_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     # In float32 or not, the sum of routed and shared experts is rounded once.
     "hy_v3": {"attention_bias", "enable_moe_fp32_combine", "mlp_bias", "qk_norm", "route_norm"},
-    "mimo_v2_flash": {
-        "add_swa_attention_sink_bias",
-        "attention_bias",
-        "n_shared_experts",
-        "scoring_func",
-        "sliding_window_size",
-        "topk_method",
-        "swa_head_dim",
-        "swa_num_attention_heads",
-        "swa_v_head_dim",
-    },
+    "mimo_v2_flash": words("""
+        add_swa_attention_sink_bias attention_bias n_shared_experts scoring_func sliding_window_size topk_method
+        swa_head_dim swa_num_attention_heads swa_v_head_dim
+    """),
     # The MTP modules were not published.
-    "minimax_m2": {
-        "num_mtp_modules",
-        "router_jitter_noise",
-        "scoring_func",
-        "use_qk_norm",
-        "use_routing_bias",
-    },
+    "minimax_m2": words("num_mtp_modules router_jitter_noise scoring_func use_qk_norm use_routing_bias"),
     "mixtral": {"router_jitter_noise"},
-    "nemotron_h": {
-        "attention_bias",
-        "chunk_size",  # speed and rounding
-        "expand",  # the width is mamba_num_heads * mamba_head_dim
-        "hidden_dropout",
-        "mamba_hidden_act",
-        "mamba_proj_bias",
-        "mamba_ssm_cache_dtype",  # the state is float32
-        "mlp_bias",
-        "mlp_hidden_act",
-        "moe_shared_expert_overlap",
-        "n_shared_experts",
-        "num_logits_to_keep",
-        "rescale_prenorm_residual",  # initialization, like the time_step_* that are not limits
-        "residual_in_fp32",
-        "time_step_floor",
-        "time_step_max",
-        "time_step_min",  # see `model/attention/mamba2.py`
-        "use_bias",
-        "use_conv_bias",
-        "use_mamba_kernels",
-    },
+    # chunk_size: speed and rounding
+    # expand: the width is mamba_num_heads * mamba_head_dim
+    # mamba_ssm_cache_dtype: the state is float32
+    # rescale_prenorm_residual: initialization, like the time_step_* that are not limits
+    # time_step_min: see `model/attention/mamba2.py`
+    "nemotron_h": words("""
+        attention_bias chunk_size expand hidden_dropout mamba_hidden_act mamba_proj_bias mamba_ssm_cache_dtype mlp_bias
+        mlp_hidden_act moe_shared_expert_overlap n_shared_experts num_logits_to_keep rescale_prenorm_residual
+        residual_in_fp32 time_step_floor time_step_max time_step_min use_bias use_conv_bias use_mamba_kernels
+    """),
     "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "smollm3": {"attention_bias", "mlp_bias"},
-    "step3p5": {
-        "attention_bias",
-        "mlp_bias",
-        "moe_router_activation",
-        "need_fp32_gate",
-        "norm_expert_weight",
-        "query_pre_attn_scalar",
-        "use_head_wise_attn_gate",
-        "use_moe_router_bias",
-        "yarn_only_types",
-        "zero_centered",
-    },
+    "step3p5": words("""
+        attention_bias mlp_bias moe_router_activation need_fp32_gate norm_expert_weight query_pre_attn_scalar
+        use_head_wise_attn_gate use_moe_router_bias yarn_only_types zero_centered
+    """),
     "olmo2": {"attention_bias"},
     "olmo3": {"attention_bias"},
     "phi3": {"embd_pdrop", "resid_pdrop"},
@@ -181,65 +124,31 @@ OWN_NEUTRAL = {
     "qwen3_5_moe": {"attention_bias"},
     "qwen3_5_moe_text": {"attention_bias"},
 }
-OF_MIXTURE = {
-    "first_k_dense_replace",
-    "moe_intermediate_size",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-    "topk_group",
-}
-OF_LATENT = OF_MIXTURE | {
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_head_dim",  # the sum of the next two
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "rope_interleave",
-    "v_head_dim",
-}
+OF_MIXTURE = words("""
+    first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob
+    num_experts_per_tok routed_scaling_factor topk_group
+""")
+# qk_head_dim is the sum of the next two.
+OF_LATENT = OF_MIXTURE | words(
+    "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave v_head_dim"
+)
 OF_INDEXER = {"index_head_dim", "index_n_heads", "index_topk"}
 OF_DSA = OF_LATENT - {"rope_interleave"} | OF_INDEXER | {"mlp_layer_types"}
-OF_QWEN_MIXTURE = {
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-}
-OF_LINEAR = {
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-}
+OF_QWEN_MIXTURE = words("decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts_per_tok")
+OF_LINEAR = words(
+    "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim"
+)
 OF_MAMBA = {"conv_kernel", "mamba_head_dim", "mamba_num_heads", "n_groups", "ssm_state_size"}
 OWN_READ = {
-    "ernie4_5_moe": {
-        "moe_intermediate_size",
-        "moe_k",
-        "moe_layer_end_index",
-        "moe_layer_start_index",
-        "moe_num_experts",
-        "moe_num_shared_experts",
-    },
+    "ernie4_5_moe": words(
+        "moe_intermediate_size moe_k moe_layer_end_index moe_layer_start_index moe_num_experts moe_num_shared_experts"
+    ),
     "exaone4": {"sliding_window", "sliding_window_pattern"},
     "gemma3_text": {"query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"},
-    "gemma4_text": {
-        "attention_k_eq_v",
-        "final_logit_softcapping",
-        "global_head_dim",
-        "hidden_size_per_layer_input",
-        "num_global_key_value_heads",
-        "num_kv_shared_layers",
-        "sliding_window",
-        "use_double_wide_mlp",
-        "vocab_size_per_layer_input",
-    },
+    "gemma4_text": words("""
+        attention_k_eq_v final_logit_softcapping global_head_dim hidden_size_per_layer_input num_global_key_value_heads
+        num_kv_shared_layers sliding_window use_double_wide_mlp vocab_size_per_layer_input
+    """),
     "qwen2_moe": OF_QWEN_MIXTURE | {"num_experts", "shared_expert_intermediate_size"},
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), OF_QWEN_MIXTURE | {"num_local_experts"}),
     "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
@@ -252,69 +161,35 @@ OWN_READ = {
     "deepseek_v32": OF_DSA,
     "glm4_moe_lite": OF_LATENT | {"mlp_layer_types"},
     "glm_moe_dsa": OF_DSA | {"indexer_types"},
-    "hy_v3": {
-        "first_k_dense_replace",
-        "expert_hidden_dim",
-        "mlp_layer_types",
-        "moe_intermediate_size",
-        "num_experts",
-        "num_experts_per_tok",
-        "num_shared_experts",
-        "router_scaling_factor",
-    },
-    "mimo_v2_flash": {
-        "attention_value_scale",
-        "hybrid_layer_pattern",
-        "layernorm_epsilon",
-        "mlp_layer_types",
-        "moe_intermediate_size",
-        "moe_layer_freq",
-        "n_group",
-        "n_routed_experts",
-        "norm_topk_prob",
-        "num_experts_per_tok",
-        "rope_theta",
-        "routed_scaling_factor",
-        "sliding_window",
-        "swa_num_key_value_heads",
-        "swa_rope_theta",
-        "topk_group",
-        "v_head_dim",
-    },
+    "hy_v3": words("""
+        first_k_dense_replace expert_hidden_dim mlp_layer_types moe_intermediate_size num_experts num_experts_per_tok
+        num_shared_experts router_scaling_factor
+    """),
+    "mimo_v2_flash": words("""
+        attention_value_scale hybrid_layer_pattern layernorm_epsilon mlp_layer_types moe_intermediate_size
+        moe_layer_freq n_group n_routed_experts norm_topk_prob num_experts_per_tok rope_theta routed_scaling_factor
+        sliding_window swa_num_key_value_heads swa_rope_theta topk_group v_head_dim
+    """),
     "minimax_m2": {"num_experts_per_tok", "num_local_experts", "rotary_dim"},
     "mistral": {"sliding_window"},
     "mixtral": {"num_experts_per_tok", "num_local_experts"},
     "nemotron_h": OF_MAMBA
     | OF_MIXTURE - {"first_k_dense_replace", "n_shared_experts"}
-    | {
-        "layer_norm_epsilon",
-        "layers_block_type",
-        "moe_latent_size",
-        "moe_shared_expert_intermediate_size",
-        "mtp_layers_block_type",
-        "time_step_limit",
-    },
+    | words("""
+        layer_norm_epsilon layers_block_type moe_latent_size moe_shared_expert_intermediate_size mtp_layers_block_type
+        time_step_limit
+    """),
     "olmo3": {"sliding_window"},
     "seed_oss": {"attention_bias"},
     "gpt_oss": {"num_experts_per_tok", "num_local_experts", "sliding_window"},
     "granite": {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
     "phi3": {"original_max_position_embeddings", "sliding_window"},  # the first by the rotary embedding
     "smollm3": {"no_rope_layer_interval", "no_rope_layers"},
-    "step3p5": {
-        "attention_other_setting",
-        "moe_intermediate_size",
-        "moe_layers_enum",
-        "moe_num_experts",
-        "moe_router_scaling_factor",
-        "moe_top_k",
-        "num_attention_groups",
-        "partial_rotary_factors",
-        "rope_scaling",
-        "rope_theta",
-        "share_expert_dim",
-        "swiglu_limits",
-        "swiglu_limits_shared",
-    },
+    "step3p5": words("""
+        attention_other_setting moe_intermediate_size moe_layers_enum moe_num_experts moe_router_scaling_factor
+        moe_top_k num_attention_groups partial_rotary_factors rope_scaling rope_theta share_expert_dim swiglu_limits
+        swiglu_limits_shared
+    """),
 }
 OF_WRAPPERS = {"exaone4_5": "exaone4", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "step3p7": "step3p5"}
 OF_WRAPPERS |= {"gemma4_unified": "gemma4_text"}
@@ -557,7 +432,6 @@ def test_blockwise_fp8_can_be_read(family, block):
 
 # Of GLM-4.7-Flash: derived, null where there is no latent, and what transformers and engines take for granted alike.
 NEED_NOT_BE = {"qk_head_dim", "q_lora_rank", "rope_interleave", "first_k_dense_replace"}
-WITH_FLAG_OF_WINDOWS = ("qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "mimo", "qwen3_moe")
 WIDE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 _BASE = {"rope_theta": 5e5, "partial_rotary_factor": 1}
 UNCOMPUTABLE = (
@@ -587,429 +461,296 @@ OTHER_OF_STEP = {
     "num_attention_groups": 2,
     "head_dim": 16,
 }
-REFUSED = [
-    *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
-    *[
-        (family, "quantization_config", {"quant_method": "mxfp4"})
-        for family in families.FAMILIES
-        if family != "gpt_oss"
-    ],
+ALL = " ".join(families.FAMILIES)
+HALF_TURNS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+def without(known: str, others: str) -> str:
+    return " ".join(family for family in known.split() if family not in others.split())
+
+
+REFUSED_BY: list[tuple[Any, ...]] = [
+    (ALL, "hidden_act", "gelu"),
+    (ALL, "num_nextn_predict_layers", -1, "1"),
+    (without(ALL, "granite seed_oss"), "attention_dropout", 0.1),
+    (without(ALL, "gpt_oss"), "quantization_config", {"quant_method": "mxfp4"}),
+    (without(ALL, " ".join(PARTIAL_ROTARY)), "partial_rotary_factor", 0.5),
+    (without(ALL, " ".join(PARTIAL_ROTARY)), "rope_parameters", HALF_TURNS),
+    ("llama granite deepseek_v3", "rope_scaling", {"type": "linear"}),
+    ("qwen2 qwen2_5_vl qwen2_moe qwen3 mimo qwen3_moe", "use_sliding_window", True),
+    ("qwen2 qwen3 mimo", "layer_types", ["full_attention", "sliding_attention"]),
+    ("qwen3", "quantization_config", *NOT_READABLE),
+    (without(" ".join(MOE), "gpt_oss minimax_m2 mixtral"), "moe_intermediate_size", None),
+    ("deepseek_v32 glm_moe_dsa", "index_head_dim index_n_heads index_topk kv_lora_rank q_lora_rank", None),
+    ("deepseek_v32 glm_moe_dsa", "first_k_dense_replace", None),
+    ("deepseek_v32 glm_moe_dsa", "index_topk index_topk_freq", 0),
+    ("deepseek_v32 glm_moe_dsa", "index_topk_pattern", "FS"),
+    ("deepseek_v32 glm_moe_dsa", "indexer_types", ["full", "shared"], ["full"]),
+    ("deepseek_v32 glm_moe_dsa", "layer_types", ["indexed_attention", "full_attention"]),
+    ("deepseek_v32 glm_moe_dsa", "mlp_layer_types", ["sparse", "sparse"]),
+    ("deepseek_v32 glm_moe_dsa", "rope_interleave", False),
+    ("deepseek_v32 glm_moe_dsa", "mlp_bias", True),
+    ("glm4_moe_lite", " ".join(sorted(OF_LATENT - NEED_NOT_BE)), None),
+    ("granite", " ".join(sorted(OWN_READ["granite"])), None, 0),
+    ("nemotron_h", " ".join(sorted(OF_MAMBA)), None),
+    ("qwen3_next", " ".join(sorted(OF_LINEAR)), None),
+    ("deepseek_v3 exaone4 gemma3_text gemma4_text granite hy_v3 llama mimo_v2_flash", "attention_bias", True),
+    ("minimax_m2 olmo2 olmo3 phi3 qwen3 qwen3_moe qwen3_next qwen3_vl_moe smollm3 step3p5", "attention_bias", True),
+    ("deepseek_v3 glm4_moe mimo_v2_flash qwen3_vl_moe", "norm_topk_prob", False),
+    ("deepseek_v3 glm4_moe_lite", "topk_method", "greedy"),
+    ("deepseek_v3 mimo_v2_flash", "v_head_dim", None),
+    ("deepseek_v3 mimo_v2_flash minimax_m2", "scoring_func", "softmax"),
+    (
+        "ernie4_5_moe exaone4 gemma4_text gpt_oss mimo_v2_flash minimax_m2 qwen2_moe smollm3",
+        "num_key_value_heads",
+        None,
+    ),
+    (
+        "ernie4_5_moe exaone4 hy_v3 olmo2 qwen2_5_vl qwen3_vl qwen3_vl_moe smollm3",
+        "rope_parameters",
+        {"rope_type": "default"},
+    ),
+    ("ernie4_5_moe nemotron_h", "use_bias", True),
+    ("ernie4_5_moe step3p5", "use_moe", False),
+    ("ernie4_5_moe step3p5", "moe_num_experts", None),
+    ("exaone4 gemma3_text gemma4_text gpt_oss mimo_v2_flash olmo3 step3p5", "sliding_window", None),
+    ("exaone4 gemma3_text gpt_oss mistral olmo3 step3p5", "sliding_window", 0),
+    (
+        "exaone4 gemma4_text gpt_oss qwen2_moe qwen3_next smollm3",
+        "layer_types",
+        ["full_attention", "sliding_attention"],
+    ),
+    ("exaone4 granite hy_v3 llama nemotron_h phi3 seed_oss smollm3 step3p5", "mlp_bias", True),
+    ("gemma3_text gemma4_text", "hidden_activation", "gelu"),
+    ("gemma3_text gemma4_text", "attn_logit_softcapping", 50.0),
+    ("gemma3_text gemma4_text olmo3", "layer_types", ["sliding_attention", "sliding_attention"]),
+    ("gemma3_text gpt_oss", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
+    ("gemma3_text olmo3 qwen3_next", "layer_types", ["full_attention"]),
+    ("gemma3_text qwen3_next", "layer_types", ["full_attention", "linear_attention"]),
+    ("gemma4 hy_v3 qwen2_moe", "num_experts", None),
+    ("gemma4_text gpt_oss mimo_v2_flash minimax_m2 qwen3_next", "head_dim", None),
+    ("gemma4_text mimo_v2_flash", "rope_parameters", None),
+    ("glm4_moe mimo_v2_flash", "n_routed_experts", None),
+    ("glm4_moe phi3", "partial_rotary_factor", 1.5),
+    ("glm4_moe_lite hy_v3", "first_k_dense_replace", 0),
+    ("glm4_moe_lite hy_v3", "mlp_layer_types", ["sparse", "dense"]),
+    ("gpt_oss minimax_m2 mixtral", "num_local_experts", None),
+    ("gpt_oss qwen2_moe", "layer_types", ["full_attention"] * 3),
+    ("granite seed_oss", "attention_dropout", 0.5),
+    ("hy_v3 mimo_v2_flash minimax_m2 mixtral", "num_experts_per_tok", 1),
+    ("mimo_v2_flash minimax_m2", "scoring_func", None),
+    ("mimo_v2_flash mixtral nemotron_h step3p5", "tie_word_embeddings", True),
+    ("mimo_v2_flash step3p5", "rope_theta layer_types", None),
+    ("minimax_m2 mixtral", "router_jitter_noise", 0.1),
+    ("minimax_m2 mixtral nemotron_h", "sliding_window", 16),
+    ("qwen2_moe qwen3_moe qwen3_vl_moe", "mlp_only_layers", [0, 1]),
+    ("qwen2_moe qwen3_next", "shared_expert_intermediate_size", None),
+    (
+        "deepseek_v3",
+        """kv_lora_rank n_group topk_group n_shared_experts first_k_dense_replace routed_scaling_factor
+        norm_topk_prob""",
+        None,
+    ),
+    ("deepseek_v3", "num_key_value_heads moe_layer_freq", 2),
+    ("deepseek_v3", "head_dim", 16),
+    ("deepseek_v3", "topk_group", 3),
+    ("deepseek_v32", "indexer_rope_interleave", True),
+    ("ernie4_5_moe", "moe_num_shared_experts moe_layer_start_index", None),
+    ("ernie4_5_moe", "moe_layer_interval moe_layer_start_index moe_layer_end_index", 2),
+    ("ernie4_5_moe", "moe_layer_start_index moe_layer_end_index", 0),
+    ("ernie4_5_moe", "rope_is_neox_style", True),
+    ("ernie4_5_moe", "moe_norm_min", 1e-6),
+    ("ernie4_5_moe", "moe_num_experts", [4, 4]),
+    ("exaone4", "bias", True),
+    ("exaone4", "logit_scale", 0.5),
+    ("exaone4", "layer_types", ["full_attention"] * 2, ["sliding_attention"] * 2),
+    ("exaone4", "sliding_window_pattern", None, 1, 3, 2.0, "", "LLG", "GL", "LG\n"),
+    ("gemma3_text", "layer_types", ["unknown", "full_attention"]),
+    ("gemma3_text", "rope_parameters", {"full_attention": "x", "sliding_attention": 5}),
+    ("gemma3_text", "sliding_window_pattern", "LG", -1, 1.5),
+    ("gemma3_text", "query_pre_attn_scalar", None),
+    ("gemma3_text", "final_logit_softcapping", 30.0),
+    ("gemma3_text", "use_bidirectional_attention", True),
+    ("gemma4", "enable_moe_block", False),
+    ("gemma4", "top_k_experts", 1),
+    ("gemma4_text", "use_double_wide_mlp num_kv_shared_layers", 1),
+    (
+        "gemma4_text",
+        "rope_parameters",
+        {"rope_type": "proportional", "rope_theta": 1e4},
+        {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        {key: {"rope_type": "default", "partial_rotary_factor": 0.25} for key in KINDS},
+    ),
+    ("gemma4_text", "global_head_dim", None),
+    ("gemma4_text", "final_logit_softcapping", 0),
+    ("gemma4_text", "hidden_size_per_layer_input", -1, True, 10**30),
+    ("gemma4_text", "num_kv_shared_layers", [], ""),
+    ("gemma4_text", "num_global_key_value_heads", 3),
+    (
+        "gemma4_text",
+        "per_layer_config",
+        {},
+        {"1": "x"},
+        {"0": {"head_dim": 8}, "1": {"head_dim": 64}},
+        {"1": {"head_dim": 64, "sliding_window": 4}},
+    ),
+    ("gemma4_text", "use_bidirectional_attention", "all"),
+    ("gemma4_text", "use_double_wide_mlp", "yes"),
+    ("gemma4_unified", "enable_moe_block", True),
+    ("gemma4_unified", "num_experts", 4),
+    ("gemma4_unified", "hidden_size_per_layer_input", 256),
+    ("glm4_moe", "n_shared_experts", 0),
+    ("glm4_moe", "first_k_dense_replace", 2),
+    ("glm4_moe", "routed_scaling_factor", 0.0),
+    ("glm4_moe", "n_group", 3, 4),
+    ("glm4_moe_lite", "mlp_layer_types", ["dense"], ["dense", "dense"], 5),
+    ("glm_moe_dsa", "indexer_rope_interleave", False),
     ("gpt_oss", "quantization_config", {"quant_method": "mxfp4", "bits": 8}),
-    *[("gpt_oss", key, None) for key in ("head_dim", "num_key_value_heads", "num_local_experts", "sliding_window")],
-    *[
-        ("mimo_v2_flash", key, None)
-        for key in (
-            *(
-                "head_dim",
-                "v_head_dim",
-                "num_key_value_heads",
-                "n_routed_experts",
-                "sliding_window",
-                "layernorm_epsilon",
-            ),
-            *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
-            *("sliding_window_size", "rope_theta", "swa_rope_theta", "partial_rotary_factor", "attention_value_scale"),
-            *("hybrid_layer_pattern", "moe_layer_freq", "topk_method", "scoring_func"),
-            "add_swa_attention_sink_bias",
-        )
-    ],
-    ("mimo_v2_flash", "swa_num_attention_heads", 2),
-    ("mimo_v2_flash", "swa_num_key_value_heads", 2),
-    ("mimo_v2_flash", "num_key_value_heads", 4),
-    ("mimo_v2_flash", "swa_head_dim", 8),
-    ("mimo_v2_flash", "swa_v_head_dim", 16),
-    ("mimo_v2_flash", "v_head_dim", 32),
-    ("mimo_v2_flash", "sliding_window_size", 4),
-    ("mimo_v2_flash", "layernorm_epsilon", 1e-6),
-    ("mimo_v2_flash", "hybrid_layer_pattern", [0, 1]),
-    ("mimo_v2_flash", "hybrid_layer_pattern", [1, 0, 1]),
-    ("mimo_v2_flash", "hybrid_layer_pattern", [1, [0]]),
-    ("mimo_v2_flash", "layer_types", None),
-    ("mimo_v2_flash", "moe_layer_freq", 1),
-    ("mimo_v2_flash", "moe_layer_freq", [1, 1]),
-    ("mimo_v2_flash", "mlp_layer_types", ["sparse", "sparse"]),
-    ("mimo_v2_flash", "rope_theta", 1e6),
-    ("mimo_v2_flash", "swa_rope_theta", 1e6),
-    ("mimo_v2_flash", "rope_parameters", None),
-    ("mimo_v2_flash", "rope_parameters", {"rope_type": "default", "rope_theta": 50000.0}),
-    ("mimo_v2_flash", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-    ("mimo_v2_flash", "add_full_attention_sink_bias", True),
-    ("mimo_v2_flash", "tie_word_embeddings", True),
-    ("mimo_v2_flash", "attention_bias", True),
-    ("mimo_v2_flash", "scoring_func", "softmax"),
-    ("mimo_v2_flash", "n_shared_experts", 1),
-    ("mimo_v2_flash", "n_group", 2),
-    ("mimo_v2_flash", "norm_topk_prob", False),
-    ("mimo_v2_flash", "routed_scaling_factor", 2.5),
-    ("mimo_v2_flash", "num_experts_per_tok", 1),
-    *[(family, TOPK.get(family, "num_experts_per_tok"), 1) for family in ("ernie4_5_moe", "gpt_oss", "step3p5")],
-    ("qwen2_5_vl", "rope_parameters", {"rope_type": "default"}),
-    ("qwen3_vl", "rope_parameters", {"rope_type": "default"}),
-    ("qwen3_vl_moe", "rope_parameters", {"rope_type": "default"}),
-    ("qwen3_vl_moe", "attention_bias", True),
-    ("qwen3_vl_moe", "norm_topk_prob", False),
-    ("qwen3_vl_moe", "mlp_only_layers", [0, 1]),
     ("gpt_oss", "experts_per_token", 3),
     ("gpt_oss", "attention_bias", False),
     ("gpt_oss", "rms_norm_eps", 1e-6),
     ("gpt_oss", "swiglu_alpha", 1.0),
     ("gpt_oss", "swiglu_limit", 6.0),
-    ("gpt_oss", "sliding_window", 0),
     ("gpt_oss", "num_hidden_layers", 1),
-    ("gpt_oss", "layer_types", ["full_attention", "sliding_attention"]),
-    ("gpt_oss", "layer_types", ["full_attention"] * 3),
-    ("gpt_oss", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
-    *[("gpt_oss", "rope_parameters", YARN | {key: value}) for key, value in NOT_READ_OF_YARN],
-    *[("qwen3", "quantization_config", value) for value in NOT_READABLE],
-    *[(family, "attention_dropout", 0.1) for family in families.FAMILIES if family not in ("granite", "seed_oss")],
-    *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family not in PARTIAL_ROTARY],
-    *[
-        (family, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
-        for family in families.FAMILIES
-        if family not in PARTIAL_ROTARY
-    ],
-    *[(family, "use_sliding_window", True) for family in WITH_FLAG_OF_WINDOWS],
-    *[(family, "layer_types", ["full_attention", "sliding_attention"]) for family in ("qwen2", "qwen3", "mimo")],
-    *[(family, TOPK.get(family, "num_experts_per_tok"), 5) for family in MOE],
-    *[(family, TOPK.get(family, "num_experts_per_tok"), 0) for family in MOE],
-    *[(family, TOPK.get(family, "num_experts_per_tok"), None) for family in MOE],
-    *[(family, "moe_intermediate_size", None) for family in MOE if family not in ("gpt_oss", "minimax_m2", "mixtral")],
-    *[("qwen3_next", key, None) for key in sorted(OF_LINEAR)],
-    ("qwen3_next", "shared_expert_intermediate_size", None),
-    ("qwen3_next", "head_dim", None),
-    ("qwen3_next", "layer_types", ["linear_attention", "linear_attention"]),
-    ("qwen3_next", "layer_types", ["full_attention"]),
-    ("qwen3_next", "layer_types", ["full_attention", "sliding_attention"]),
-    ("qwen3_next", "layer_types", ["full_attention", "linear_attention"]),
-    ("qwen3_next", "attn_output_gate", False),
-    ("qwen3_next", "linear_num_value_heads", 3),
-    ("qwen3_next", "attention_bias", True),
-    *[
-        ("qwen2_moe", key, None)
-        for key in ("num_experts", "num_key_value_heads", "qkv_bias", "shared_expert_intermediate_size")
-    ],
-    ("qwen2_moe", "shared_expert_intermediate_size", 0),
-    ("qwen2_moe", "qkv_bias", False),
-    ("qwen2_moe", "layer_types", ["full_attention", "sliding_attention"]),
-    ("qwen2_moe", "layer_types", ["full_attention"] * 3),
-    ("qwen2_moe", "rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}),
-    ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "full_attention": {"rope_theta": 1e6}}),
-    ("qwen2_moe", "mlp_only_layers", [0, 1]),
-    ("qwen3_moe", "attention_bias", True),
-    ("qwen3_moe", "num_experts", 0),
-    ("qwen3_moe", "num_experts", "4"),
-    ("qwen3_moe", "shared_expert_intermediate_size", 32),
-    ("qwen3_moe", "mlp_only_layers", [0, 1]),
-    ("qwen3_moe", "decoder_sparse_step", 3),
-    *[
-        ("ernie4_5_moe", key, None)
-        for key in ("moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index", "num_key_value_heads")
-    ],
-    ("ernie4_5_moe", "rope_parameters", {"rope_type": "default"}),
-    ("ernie4_5_moe", "rope_is_neox_style", True),
-    ("ernie4_5_moe", "use_moe", False),
-    ("ernie4_5_moe", "use_bias", True),
-    ("ernie4_5_moe", "moe_layer_interval", 2),
-    ("ernie4_5_moe", "moe_layer_start_index", 0),
-    ("ernie4_5_moe", "moe_layer_start_index", 2),
-    ("ernie4_5_moe", "moe_layer_end_index", 0),
-    ("ernie4_5_moe", "moe_layer_end_index", 2),
-    ("ernie4_5_moe", "moe_norm_min", 1e-6),
-    ("ernie4_5_moe", "moe_num_experts", [4, 4]),
-    ("glm4_moe", "norm_topk_prob", False),
-    ("glm4_moe", "n_routed_experts", None),
-    ("glm4_moe", "n_shared_experts", 0),
-    ("glm4_moe", "first_k_dense_replace", 2),
-    ("glm4_moe", "routed_scaling_factor", 0.0),
-    ("glm4_moe", "n_group", 3),
-    ("glm4_moe", "n_group", 4),
-    ("glm4_moe", "partial_rotary_factor", 1.5),
-    *[
-        ("deepseek_v3", key, None)
-        for key in ("kv_lora_rank", "v_head_dim", "n_group", "topk_group", "n_shared_experts")
-    ],
-    ("deepseek_v3", "first_k_dense_replace", None),
-    ("deepseek_v3", "routed_scaling_factor", None),
-    ("deepseek_v3", "norm_topk_prob", None),
-    ("deepseek_v3", "norm_topk_prob", False),
-    ("deepseek_v3", "attention_bias", True),
-    ("deepseek_v3", "num_key_value_heads", 2),
-    ("deepseek_v3", "head_dim", 16),
-    ("deepseek_v3", "moe_layer_freq", 2),
-    ("deepseek_v3", "scoring_func", "softmax"),
-    ("deepseek_v3", "topk_method", "greedy"),
-    ("deepseek_v3", "topk_group", 3),
-    *[
-        (family, key, None)
-        for family in DSA
-        for key in (*sorted(OF_INDEXER), "first_k_dense_replace", "kv_lora_rank", "q_lora_rank")
-    ],
-    *[(family, "index_topk", 0) for family in DSA],
-    *[(family, "index_topk_freq", 0) for family in DSA],
-    *[(family, "index_topk_pattern", "FS") for family in DSA],
-    ("deepseek_v32", "indexer_rope_interleave", True),
-    ("glm_moe_dsa", "indexer_rope_interleave", False),
-    *[(family, "indexer_types", ["full", "shared"]) for family in DSA],
-    *[(family, "indexer_types", ["full"]) for family in DSA],
-    *[(family, "layer_types", ["indexed_attention", "full_attention"]) for family in DSA],
-    *[(family, "mlp_layer_types", ["sparse", "sparse"]) for family in DSA],
-    *[(family, "rope_interleave", False) for family in DSA],
-    *[(family, "mlp_bias", True) for family in DSA],
-    *[("glm4_moe_lite", key, None) for key in sorted(OF_LATENT - NEED_NOT_BE)],
-    ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"]),
-    ("glm4_moe_lite", "mlp_layer_types", ["dense"]),
-    ("glm4_moe_lite", "mlp_layer_types", ["dense", "dense"]),
-    ("glm4_moe_lite", "mlp_layer_types", 5),
-    *[("hy_v3", key, None) for key in ("num_experts", "num_shared_experts", "router_scaling_factor")],
-    ("hy_v3", "num_experts_per_tok", 1),
-    ("hy_v3", "rope_parameters", {"rope_type": "default"}),
+    ("hy_v3", "num_shared_experts router_scaling_factor", None),
+    ("hy_v3", "qk_norm route_norm", False),
     ("hy_v3", "num_shared_experts", 0),
-    ("hy_v3", "mlp_layer_types", ["sparse", "dense"]),
-    ("hy_v3", "first_k_dense_replace", 0),
     ("hy_v3", "expert_hidden_dim", 64),
-    ("hy_v3", "qk_norm", False),
-    ("hy_v3", "route_norm", False),
-    ("hy_v3", "attention_bias", True),
-    ("hy_v3", "mlp_bias", True),
-    *[
-        ("minimax_m2", key, None)
-        for key in (
-            "num_local_experts",
-            "num_key_value_heads",
-            "head_dim",
-            "rotary_dim",
-            "scoring_func",
-            "use_qk_norm",
-            "use_routing_bias",
-        )
-    ],
-    ("minimax_m2", "num_experts_per_tok", 1),
-    *[("nemotron_h", key, None) for key in sorted(OF_MAMBA)],
-    ("nemotron_h", "layer_norm_epsilon", None),
-    ("nemotron_h", "moe_shared_expert_intermediate_size", None),
+    ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "full_attention": {"rope_theta": 1e6}}),
+    ("llama", "pretraining_tp", 2),
+    ("llama", "num_key_value_heads", 3),
+    ("llama", "rms_norm_eps", None),
+    ("llama", "hidden_size", "64"),
+    (
+        "mimo_v2_flash",
+        """layernorm_epsilon swa_num_attention_heads swa_num_key_value_heads swa_head_dim swa_v_head_dim
+        sliding_window_size swa_rope_theta partial_rotary_factor attention_value_scale hybrid_layer_pattern
+        moe_layer_freq topk_method add_swa_attention_sink_bias""",
+        None,
+    ),
+    ("mimo_v2_flash", "swa_num_attention_heads swa_num_key_value_heads n_group", 2),
+    ("mimo_v2_flash", "num_key_value_heads sliding_window_size", 4),
+    ("mimo_v2_flash", "moe_layer_freq n_shared_experts", 1),
+    ("mimo_v2_flash", "rope_theta swa_rope_theta", 1e6),
+    ("mimo_v2_flash", "swa_head_dim", 8),
+    ("mimo_v2_flash", "swa_v_head_dim", 16),
+    ("mimo_v2_flash", "v_head_dim", 32),
+    ("mimo_v2_flash", "layernorm_epsilon", 1e-6),
+    ("mimo_v2_flash", "hybrid_layer_pattern", [0, 1], [1, 0, 1], [1, [0]]),
+    ("mimo_v2_flash", "moe_layer_freq", [1, 1]),
+    ("mimo_v2_flash", "mlp_layer_types", ["sparse", "sparse"]),
+    ("mimo_v2_flash", "rope_parameters", {"rope_type": "default", "rope_theta": 50000.0}),
+    ("mimo_v2_flash", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+    ("mimo_v2_flash", "add_full_attention_sink_bias", True),
+    ("mimo_v2_flash", "routed_scaling_factor", 2.5),
+    ("minimax_m2", "rotary_dim use_qk_norm use_routing_bias", None),
+    ("minimax_m2", "use_qk_norm use_routing_bias", False),
+    ("minimax_m2", "rotary_dim", 8, 15, 32),
+    ("minimax_m2", "qk_norm_type", "per_head"),
+    ("minimax_m2", "attn_type_list", [1, 0], [1]),
+    ("minimax_m2", "shared_intermediate_size", 64),
+    ("minimax_m2", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 1.0}),
+    ("mistral", "sliding_window", "x"),
+    ("mixtral", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+    ("nemotron_h", "layer_norm_epsilon moe_shared_expert_intermediate_size layers_block_type", None),
+    ("nemotron_h", "mamba_proj_bias residual_in_fp32", True),
+    ("nemotron_h", "mamba_n_groups n_shared_experts", 2),
     ("nemotron_h", "moe_latent_size", 0),
-    ("nemotron_h", "layers_block_type", None),
-    ("nemotron_h", "layers_block_type", "ME*-"),
-    ("nemotron_h", "layers_block_type", [["mamba"], "attention", "moe"]),
-    ("nemotron_h", "layers_block_type", ["mamba", "moe"]),
-    ("nemotron_h", "layers_block_type", ["attention", "sliding_attention", "moe"]),
-    ("nemotron_h", "hybrid_override_pattern", "M*-E"),
-    ("nemotron_h", "hybrid_override_pattern", ["M", "*", "E", "-"]),
+    (
+        "nemotron_h",
+        "layers_block_type",
+        "ME*-",
+        [["mamba"], "attention", "moe"],
+        ["mamba", "moe"],
+        ["attention", "sliding_attention", "moe"],
+    ),
+    ("nemotron_h", "hybrid_override_pattern", "M*-E", ["M", "*", "E", "-"]),
     ("nemotron_h", "mtp_hybrid_override_pattern", 1),
     ("nemotron_h", "mtp_layers_block_type", "*E"),
     ("nemotron_h", "num_hidden_layers", 5),
     ("nemotron_h", "n_groups", 3),
-    ("nemotron_h", "time_step_limit", [0.001, 1e308]),
-    ("nemotron_h", "time_step_limit", [0.0, 0.1]),
-    ("nemotron_h", "time_step_limit", 0.1),
+    ("nemotron_h", "time_step_limit", [0.001, 1e308], [0.0, 0.1], 0.1),
     ("nemotron_h", "mlp_hidden_act", "silu"),
     ("nemotron_h", "mamba_hidden_act", "relu2"),
     ("nemotron_h", "use_conv_bias", False),
-    ("nemotron_h", "mamba_proj_bias", True),
-    ("nemotron_h", "mamba_n_groups", 2),
-    ("nemotron_h", "mlp_bias", True),
-    ("nemotron_h", "use_bias", True),
-    ("nemotron_h", "residual_in_fp32", True),
-    ("nemotron_h", "n_shared_experts", 2),
-    ("nemotron_h", "sliding_window", 16),
-    ("nemotron_h", "tie_word_embeddings", True),
-    ("mixtral", "num_experts_per_tok", 1),
-    ("mixtral", "num_local_experts", None),
-    ("mixtral", "sliding_window", 16),
-    ("mixtral", "router_jitter_noise", 0.1),
-    ("mixtral", "tie_word_embeddings", True),
-    ("mixtral", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
-    ("minimax_m2", "rotary_dim", 8),
-    ("minimax_m2", "rotary_dim", 15),
-    ("minimax_m2", "rotary_dim", 32),
-    ("minimax_m2", "scoring_func", "softmax"),
-    ("minimax_m2", "use_qk_norm", False),
-    ("minimax_m2", "qk_norm_type", "per_head"),
-    ("minimax_m2", "use_routing_bias", False),
-    ("minimax_m2", "attention_bias", True),
-    ("minimax_m2", "sliding_window", 16),
-    ("minimax_m2", "attn_type_list", [1, 0]),
-    ("minimax_m2", "attn_type_list", [1]),
-    ("minimax_m2", "shared_intermediate_size", 64),
-    ("minimax_m2", "router_jitter_noise", 0.1),
-    ("minimax_m2", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 1.0}),
-    ("mistral", "sliding_window", "x"),
-    ("mistral", "sliding_window", 0),
-    ("gemma3_text", "layer_types", ["sliding_attention", "sliding_attention"]),
-    ("gemma3_text", "layer_types", ["full_attention"]),
-    ("gemma3_text", "layer_types", ["full_attention", "linear_attention"]),
-    ("gemma3_text", "layer_types", ["unknown", "full_attention"]),
-    ("gemma3_text", "rope_parameters", {"full_attention": "x", "sliding_attention": 5}),
-    ("gemma4_text", "layer_types", ["sliding_attention", "sliding_attention"]),
-    ("gemma4_text", "layer_types", ["full_attention", "sliding_attention"]),
-    ("gemma4_text", "rope_parameters", {"rope_type": "proportional", "rope_theta": 1e4}),
-    ("gemma4_text", "rope_parameters", None),
-    ("gemma4_text", "rope_parameters", {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}),
-    ("gemma4_text", "rope_parameters", {key: {"rope_type": "default", "partial_rotary_factor": 0.25} for key in KINDS}),
-    *[("gemma4_text", key, None) for key in ("global_head_dim", "head_dim", "num_key_value_heads", "sliding_window")],
-    ("gemma4_text", "attention_bias", True),
-    ("gemma4_text", "attn_logit_softcapping", 50.0),
-    ("gemma4", "enable_moe_block", False),
-    ("gemma4", "num_experts", None),
-    ("gemma4", "top_k_experts", 1),
-    ("gemma4_unified", "enable_moe_block", True),
-    ("gemma4_unified", "num_experts", 4),
-    ("gemma4_text", "final_logit_softcapping", 0),
-    ("gemma4_text", "hidden_activation", "gelu"),
-    ("gemma4_text", "hidden_size_per_layer_input", -1),
-    ("gemma4_text", "hidden_size_per_layer_input", True),
-    ("gemma4_text", "hidden_size_per_layer_input", 10**30),
-    ("gemma4_text", "num_kv_shared_layers", []),
-    ("gemma4_text", "num_kv_shared_layers", ""),
-    ("gemma4_text", "use_double_wide_mlp", 1),
-    ("gemma4_unified", "hidden_size_per_layer_input", 256),
-    ("gemma4_text", "num_global_key_value_heads", 3),
-    ("gemma4_text", "num_kv_shared_layers", 1),
-    ("gemma4_text", "per_layer_config", {}),
-    ("gemma4_text", "per_layer_config", {"1": "x"}),
-    ("gemma4_text", "per_layer_config", {"0": {"head_dim": 8}, "1": {"head_dim": 64}}),
-    ("gemma4_text", "per_layer_config", {"1": {"head_dim": 64, "sliding_window": 4}}),
-    ("gemma4_text", "use_bidirectional_attention", "all"),
-    ("gemma4_text", "use_double_wide_mlp", "yes"),
-    ("exaone4", "attention_bias", True),
-    ("exaone4", "bias", True),
-    ("exaone4", "mlp_bias", True),
-    ("exaone4", "logit_scale", 0.5),
-    ("exaone4", "num_key_value_heads", None),
-    ("exaone4", "rope_parameters", {"rope_type": "default"}),
-    ("exaone4", "layer_types", ["full_attention"] * 2),
-    ("exaone4", "layer_types", ["sliding_attention"] * 2),
-    ("exaone4", "layer_types", ["full_attention", "sliding_attention"]),
-    ("exaone4", "sliding_window", None),
-    ("exaone4", "sliding_window", 0),
-    *[("exaone4", "sliding_window_pattern", value) for value in (None, 1, 3, 2.0, "", "LLG", "GL", "LG\n")],
-    *[("gemma3_text", "sliding_window_pattern", value) for value in ("LG", -1, 1.5)],
-    ("gemma3_text", "sliding_window", None),
-    ("gemma3_text", "sliding_window", 0),
-    ("gemma3_text", "query_pre_attn_scalar", None),
-    ("gemma3_text", "attention_bias", True),
-    ("gemma3_text", "attn_logit_softcapping", 50.0),
-    ("gemma3_text", "final_logit_softcapping", 30.0),
-    ("gemma3_text", "hidden_activation", "gelu"),
-    ("gemma3_text", "use_bidirectional_attention", True),
-    ("gemma3_text", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
-    ("glm4_moe_lite", "first_k_dense_replace", 0),
-    ("glm4_moe_lite", "topk_method", "greedy"),
-    ("llama", "pretraining_tp", 2),
-    ("llama", "attention_bias", True),
-    ("llama", "mlp_bias", True),
-    ("qwen3", "attention_bias", True),
-    ("seed_oss", "attention_out_bias", True),
-    ("seed_oss", "mlp_bias", True),
-    ("seed_oss", "attention_dropout", 0.5),
-    ("seed_oss", "residual_dropout", 0.5),
-    *[("granite", key, None) for key in sorted(OWN_READ["granite"])],
-    *[("granite", key, 0) for key in sorted(OWN_READ["granite"])],
-    ("granite", "attention_bias", True),
-    ("granite", "mlp_bias", True),
-    ("granite", "attention_dropout", 0.5),
-    ("olmo2", "attention_bias", True),
-    ("olmo2", "rope_parameters", {"rope_type": "default"}),
-    ("olmo3", "attention_bias", True),
-    ("olmo3", "layer_types", ["sliding_attention", "sliding_attention"]),
-    ("olmo3", "layer_types", ["full_attention"]),
-    ("olmo3", "sliding_window", None),
-    ("olmo3", "sliding_window", 0),
-    ("olmo3", "rope_parameters", {"rope_type": "default", "rope_theta": 5e5}),
-    ("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e4}}),
-    ("olmo3", "rope_parameters", {"sliding_attention": {"rope_theta": 5e5}}),
-    ("olmo3", "rope_parameters", {"full_attention": WIDE, "sliding_attention": WIDE}),
-    ("olmo3", "rope_parameters", {"full_attention": WIDE | {"rope_type": "yarn", "attention_factor": 1.0}}),
+    (
+        "olmo3",
+        "rope_parameters",
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"full_attention": {"rope_theta": 1e4}},
+        {"sliding_attention": {"rope_theta": 5e5}},
+        {"full_attention": WIDE, "sliding_attention": WIDE},
+        {"full_attention": WIDE | {"rope_type": "yarn", "attention_factor": 1.0}},
+    ),
     ("olmo3", "rope_scaling", {"type": "linear", "factor": 2.0}),
-    ("phi3", "attention_bias", True),
-    ("phi3", "mlp_bias", True),
+    ("phi3", "resid_pdrop embd_pdrop", 0.1),
     ("phi3", "lm_head_bias", True),
-    ("phi3", "resid_pdrop", 0.1),
-    ("phi3", "embd_pdrop", 0.1),
     ("phi3", "sliding_window", -1),
-    ("phi3", "partial_rotary_factor", 1.5),
-    ("phi3", "rope_parameters", {"rope_type": "su"}),
-    ("phi3", "rope_parameters", {"rope_type": "yarn"}),
-    ("smollm3", "attention_bias", True),
-    ("smollm3", "mlp_bias", True),
+    ("phi3", "rope_parameters", {"rope_type": "su"}, {"rope_type": "yarn"}),
+    ("qwen2_moe", "qkv_bias", None, False),
+    ("qwen2_moe", "shared_expert_intermediate_size", 0),
+    ("qwen2_moe", "rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("qwen3_moe", "num_experts", 0, "4"),
+    ("qwen3_moe", "shared_expert_intermediate_size", 32),
+    ("qwen3_moe", "decoder_sparse_step", 3),
+    ("qwen3_next", "layer_types", ["linear_attention", "linear_attention"]),
+    ("qwen3_next", "attn_output_gate", False),
+    ("qwen3_next", "linear_num_value_heads", 3),
+    ("seed_oss", "attention_out_bias", True),
+    ("seed_oss", "residual_dropout", 0.5),
     ("smollm3", "use_sliding_window", True),
-    ("smollm3", "layer_types", ["full_attention", "sliding_attention"]),
-    ("smollm3", "no_rope_layers", [1]),
-    ("smollm3", "no_rope_layers", [1] * 64),
-    ("smollm3", "no_rope_layers", "1,0"),
+    ("smollm3", "no_rope_layers", [1], [1] * 64, "1,0"),
     ("smollm3", "no_rope_layer_interval", 0),
-    ("smollm3", "num_key_value_heads", None),
-    ("smollm3", "rope_parameters", {"rope_type": "default"}),
-    *[
-        ("step3p5", key, None)
-        for key in (
-            "attention_other_setting",
-            "layer_types",
-            "moe_layers_enum",
-            "moe_num_experts",
-            "moe_router_scaling_factor",
-            "num_attention_groups",
-            "partial_rotary_factors",
-            "rope_theta",
-            "share_expert_dim",
-            "sliding_window",
-            "swiglu_limits",
-            "swiglu_limits_shared",
-            "yarn_only_types",
-        )
-    ],
-    *[
-        ("step3p5", key, False)
-        for key in ("need_fp32_gate", "norm_expert_weight", "use_head_wise_attn_gate", "use_moe_router_bias", "use_moe")
-    ],
-    *[
-        ("step3p5", "attention_other_setting", OTHER_OF_STEP | change)
-        for change in (
-            {"attention_type": "full_attention"},
-            {"head_dim": 8},
-            {"num_attention_groups": 4},
-            {"num_attention_heads": None},
-            {"num_attention_heads": 7},
-            {"num_attention_heads": 10**6},
-        )
-    ],
-    ("step3p5", "attention_bias", True),
-    ("step3p5", "mlp_bias", True),
+    (
+        "step3p5",
+        """attention_other_setting moe_layers_enum moe_router_scaling_factor num_attention_groups
+        partial_rotary_factors share_expert_dim swiglu_limits swiglu_limits_shared yarn_only_types""",
+        None,
+    ),
+    ("step3p5", "need_fp32_gate norm_expert_weight use_head_wise_attn_gate use_moe_router_bias zero_centered", False),
+    (
+        "step3p5",
+        "attention_other_setting",
+        OTHER_OF_STEP | {"attention_type": "full_attention"},
+        OTHER_OF_STEP | {"head_dim": 8},
+        OTHER_OF_STEP | {"num_attention_groups": 4},
+        OTHER_OF_STEP | {"num_attention_heads": None},
+        OTHER_OF_STEP | {"num_attention_heads": 7},
+        OTHER_OF_STEP | {"num_attention_heads": 10**6},
+    ),
     ("step3p5", "gating", "per-channel"),
-    ("step3p5", "moe_layers_enum", "0,1"),
-    ("step3p5", "moe_layers_enum", "1,2"),
-    ("step3p5", "moe_layers_enum", [1]),
-    ("step3p5", "moe_layers_enum", "one"),
+    ("step3p5", "moe_layers_enum", "0,1", "1,2", [1], "one"),
     ("step3p5", "moe_router_activation", "softmax"),
     ("step3p5", "num_attention_groups", 3),
     ("step3p5", "query_pre_attn_scalar", 8),
-    ("step3p5", "rope_theta", 1e4),
-    ("step3p5", "rope_theta", [1e4]),
-    ("step3p5", "rope_theta", [1e4, "5e6"]),
-    ("step3p5", "rope_theta", [1e4, None]),
+    ("step3p5", "rope_theta", 1e4, [1e4], [1e4, "5e6"], [1e4, None]),
     ("step3p5", "partial_rotary_factors", [1.0, 0.25]),
-    ("step3p5", "rope_scaling", {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}),
-    ("step3p5", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+    (
+        "step3p5",
+        "rope_scaling",
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4},
+        {"rope_type": "llama3", "factor": 8.0},
+    ),
     ("step3p5", "sink", True),
-    ("step3p5", "sliding_window", 0),
-    ("step3p5", "layer_types", ["full_attention", "full_attention"]),
-    ("step3p5", "layer_types", ["sliding_attention", "linear_attention"]),
+    ("step3p5", "layer_types", ["full_attention", "full_attention"], ["sliding_attention", "linear_attention"]),
     ("step3p5", "swiglu_limits", [0.0, -1.0]),
     ("step3p5", "swiglu_limits_shared", [7.0, 0.0]),
-    ("step3p5", "tie_word_embeddings", True),
     ("step3p5", "use_rope_layers", [True, False]),
-    ("step3p5", "zero_centered", False),
+]
+"""Rows of families, keys and values: each of the families refuses each of the values of each of the keys."""
+REFUSED = [
+    *[
+        (family, key, value)
+        for names, keys, *values in REFUSED_BY
+        for family, key, value in product(names.split(), keys.split(), values)
+    ],
+    *[("gpt_oss", "rope_parameters", YARN | {key: value}) for key, value in NOT_READ_OF_YARN],
+    *[(family, TOPK.get(family, "num_experts_per_tok"), 1) for family in ("ernie4_5_moe", "gpt_oss", "step3p5")],
+    *[(family, TOPK.get(family, "num_experts_per_tok"), value) for family, value in product(MOE, (5, 0, None))],
     *[
         (family, "rope_parameters", rope if family not in WINDOWED else {"full_attention": rope})
-        for family in families.FAMILIES
-        for rope in UNCOMPUTABLE
+        for family, rope in product(families.FAMILIES, UNCOMPUTABLE)
     ],
-    *[(family, "rope_scaling", {"type": "linear"}) for family in ("llama", "granite", "deepseek_v3")],
-    *[(family, "num_nextn_predict_layers", -1) for family in families.FAMILIES],
-    *[(family, "num_nextn_predict_layers", "1") for family in families.FAMILIES],
-    ("llama", "num_key_value_heads", 3),
-    ("llama", "rms_norm_eps", None),
-    ("llama", "hidden_size", "64"),
 ]
 
 

@@ -41,7 +41,17 @@ from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.runtime.distributed import session
 from swiftlite.train import run as training
-from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
+from tests.growth.unheard import (
+    TOKENS,
+    args_of,
+    export_hf,
+    hf_config,
+    is_trained,
+    logits,
+    make_model,
+    run,
+    there_and_back,
+)
 from tests.messages import mentions, naming
 from tests.parallel.launch import launch
 from tests.parallel.test_memory import measure
@@ -234,10 +244,7 @@ def test_it_computes_what_transformers_does(model):
     [
         ({"packing": True}, "--packing"),
         ({"padding_free": True}, "--padding_free"),
-        (
-            {"context_parallel_size": 2},
-            "--context_parallel_size 2",
-        ),
+        ({"context_parallel_size": 2}, "--context_parallel_size 2"),
     ],
 )
 def test_rows_that_it_does_not_take_are_refused(model, rows, options, problem):
@@ -266,20 +273,8 @@ def test_it_is_not_asked_to_continue_prompts(model):
 
 def test_it_trains_on_a_pipeline_and_is_exported(model, rows, tmp_path):
     """Layers of different kinds are on different ranks and in one checkpoint, which a single process reads."""
-    args = SftArgs(
-        model=str(model),
-        dataset=[str(rows)],
-        output_dir=str(tmp_path / "run"),
-        torch_dtype="float32",
-        global_batch_size=4,
-        train_iters=8,
-        save_steps=8,
-        lr=1e-3,
-        acceptance_samples=0,
-        report_to=[],
-        pipeline_model_parallel_size=2,
-        decoder_first_pipeline_num_layers=1,
-    )
+    stages = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}
+    args = args_of(model, rows, tmp_path / "run", **stages)
     launch(2, run, make_known, training.run, args, 2)
     first, *_, last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert last["eval_loss"] < 0.8 * first["loss"]

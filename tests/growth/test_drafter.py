@@ -29,7 +29,7 @@ from swiftlite import rules
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance
-from swiftlite.args.commands import EvaluateArgs, ExportArgs, SftArgs
+from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.base.errors import OptionError, UserError
 from swiftlite.base.heads import REMOVE, Heads
 from swiftlite.bridge.audit import audit_hf
@@ -44,8 +44,8 @@ from swiftlite.model import specs
 from swiftlite.model.drafter import DrafterLayer, DrafterParts, DraftInputs
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
 from swiftlite.model.open import open_model
-from swiftlite.serve.evaluate import command as evaluation
 from swiftlite.train import run as training
+from tests.growth import unheard
 from tests.growth.unheard import export_hf, hf_config, run, there_and_back
 from tests.messages import naming
 from tests.parallel.launch import launch
@@ -214,19 +214,9 @@ def model(rows, tmp_path_factory) -> Path:
 
 
 def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArgs:
-    return SftArgs(
-        model=str(model),
-        dataset=[str(rows)],
-        output_dir=str(output_dir),
-        mtp_mode="heads_only",
-        torch_dtype="float32",
-        micro_batch_size=8,
-        global_batch_size=40,
-        split_dataset_ratio=0.0,
-        lr=1e-2,
-        report_to=[],
-        **{"train_iters": 60, "save_steps": 60, "acceptance_samples": 0, **options},
-    )
+    usual: dict[str, Any] = {"mtp_mode": "heads_only", "micro_batch_size": 8, "global_batch_size": 40, "lr": 1e-2}
+    usual |= {"split_dataset_ratio": 0.0, "train_iters": 60, "save_steps": 60}
+    return unheard.args_of(model, rows, output_dir, **usual | options)
 
 
 @pytest.fixture(scope="module")
@@ -304,15 +294,6 @@ def test_its_accepted_drafts_are_counted(exported, rows, mesh, tmp_path):
     assert accepted == pytest.approx(expected.accepted_per_position)
 
 
-def test_evaluate_measures_it(exported, rows, tmp_path):
-    output_dir = tmp_path / "evaluation"
-    args = EvaluateArgs(model=str(exported), dataset=[f"{rows}#8"], output_dir=str(output_dir), torch_dtype="float32")
-    launch(1, run, make_known, evaluation.run, args)
-    found = json.loads((output_dir / "evaluation.json").read_text())["model"]
-    assert len(found["teacher_forced"]["all"]["heads"]) == DRAFTS
-    assert 0 < found["replayed"]["all"]["acceptance_rate"] < 1
-
-
 def test_a_new_one_replaces_mtp_heads(mesh, tmp_path):
     """Files have the tensors of an MTP head, and config.json declares the drafter as well."""
     directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1)
@@ -348,11 +329,3 @@ def test_what_is_of_mtp_heads_is_refused(model, rows, tmp_path, options, flag):
 def test_no_engine_drafts_with_it(exported):
     with pytest.raises(UserError, match=naming("networks")):
         require_heads(resolve(exported))
-
-
-def test_an_unknown_one_is_refused(exported, tmp_path):
-    shutil.copytree(exported, tmp_path / "unknown")
-    changed = {**hf_config(exported), "drafter": {**DECLARED, "kind": "rivers"}}
-    (tmp_path / "unknown" / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(UserError, match=naming("rivers networks")):
-        resolve(tmp_path / "unknown")

@@ -270,29 +270,9 @@ def test_evaluate(model, rows, tmp_path):
     assert measured["all"]["drafts"] > 0
 
 
-@pytest.mark.slow
-def test_bench(added, model, rows, tmp_path, capsys):
-    sizes = ["--num_speculative_tokens", "0,1", "--concurrency", 1, "--rounds", 1, "--max_new_tokens", 8]
-    where = ["--model", model, "--val_dataset", rows, "--output_dir", tmp_path / "out"]
-    assert swiftlite("bench", "--infer_backend", "plain", *where, *sizes) == 0
-    report = json.loads((tmp_path / "out" / "bench.json").read_text())
-    drafting = report["servers"][1]["measured"][0]
-    assert drafting["answers_equal"] == 2
-    assert drafting["drafts"]["drafted"] == drafting["drafts"]["drafts"] > 0
-    assert f"swiftlite deploy --model {model} --infer_backend plain" in capsys.readouterr().out
-
-
 def test_deploy(added, model, capsys):
     assert swiftlite("deploy", "--infer_backend", "plain", "--model", model, "--port", 8123, "--dry_run") == 0
     assert f"serve {model} 1 --port 8123" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_doctor(added, model, capsys):
-    assert swiftlite("doctor", "--model", model, "--engine", "plain") == 0
-    report = capsys.readouterr().out
-    assert has_line(report, "plain")
-    assert has_line(report, "MtpHead 1")
 
 
 def test_help_and_refusals(added, capsys):

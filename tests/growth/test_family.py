@@ -30,7 +30,17 @@ from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.serve import infer
 from swiftlite.train import run as training
-from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
+from tests.growth.unheard import (
+    TOKENS,
+    args_of,
+    export_hf,
+    hf_config,
+    is_trained,
+    logits,
+    make_model,
+    run,
+    there_and_back,
+)
 from tests.messages import naming
 from tests.parallel.launch import launch
 
@@ -140,20 +150,8 @@ def test_it_computes_what_transformers_does(model):
 def trained(model, rows, tmp_path_factory) -> Path:
     """Return a run of a few steps on two tensor-parallel ranks."""
     output_dir = tmp_path_factory.mktemp("ember_run") / "run"
-    args = SftArgs(
-        model=str(model),
-        dataset=[str(rows)],
-        output_dir=str(output_dir),
-        torch_dtype="float32",
-        global_batch_size=4,
-        train_iters=8,
-        save_steps=8,
-        lr=1e-3,
-        acceptance_samples=2,
-        acceptance_max_new_tokens=4,
-        report_to=[],
-        tensor_model_parallel_size=2,
-    )
+    options = {"acceptance_samples": 2, "acceptance_max_new_tokens": 4, "tensor_model_parallel_size": 2}
+    args = args_of(model, rows, output_dir, **options)
     launch(2, run, make_known, training.run, args, 2)
     return output_dir
 

@@ -27,15 +27,13 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from swiftlite import families
-from swiftlite.acceptance import greedy
-from swiftlite.acceptance.prompt_items import PromptItems
 from swiftlite.args.commands import SftArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.rows import Row
-from swiftlite.data.batch import AXES, ITEM, Batch, Extra, collate, collate_packed
+from swiftlite.data.batch import AXES, ITEM, Batch, Extra, collate
 from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder
 from swiftlite.data.rows.conversation import Conversation, parse_row
-from swiftlite.data.sample import Sample, make_sample
+from swiftlite.data.sample import Sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.families.family import HfConfig
 from swiftlite.families.models.qwen3 import QWEN3
@@ -56,11 +54,10 @@ from swiftlite.train import run as training
 from swiftlite.train.methods.next_token import next_token_objective
 from swiftlite.train.methods.training import Training
 from tests.engines.reference import Reference
+from tests.growth import unheard
 from tests.growth.unheard import export_hf, hf_config, is_trained, make_model, run, there_and_back
 from tests.messages import mentions
 from tests.parallel.launch import launch
-from tests.tiers import some_of
-from tests.train.cached_states import records
 
 pytestmark = pytest.mark.gloo
 
@@ -272,17 +269,12 @@ class Seeing:
         def exchange(_: Any, ids: tuple[torch.Tensor], embeddings_BSH: torch.Tensor) -> torch.Tensor:
             return embeddings_BSH.masked_scatter((ids[0] == placeholder)[..., None], features_IH)
 
-        self.exchange = trunk.model.embed_tokens.register_forward_hook(exchange)
+        trunk.model.embed_tokens.register_forward_hook(exchange)
 
     @torch.no_grad()
-    def logits(self, *, blind_head: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits of the trunk [1, S, V] and of the head [1, S - 1, V].
-
-        A blind head reads the placeholders' embeddings.
-        """
+    def logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits of the trunk [1, S, V] and of the head [1, S - 1, V]."""
         states, _ = self.reference.trunk_states(self.ids_BS)
-        if blind_head:
-            self.exchange.remove()
         _, of_head = self.reference.head_states(0, states, self.ids_BS.roll(-1, dims=1))
         output_layer = self.reference.trunk.lm_head
         return output_layer(states), output_layer(of_head)[:, :-1]  # behind the last token there is none
@@ -346,95 +338,10 @@ def test_trunk_and_head_compute_what_transformers_does(model, mesh, row):
     assert torch.equal(ours.mtp[0][:, :-1], head)
 
 
-def test_the_head_sees_what_stands_for_its_own_token(model, mesh):
-    """A head that reads the placeholder's embedding has other logits at this token and later tokens."""
-    (sample,) = samples_of(model, ROWS[:1])
-    batch = collate([sample], 0, num_drafts=1, extras=EXTRAS)
-    ours = logits_of(open_glade(model, mesh), batch, batch.axes_3BS).mtp[0][0, :-1]
-    _, blind = Seeing(model, sample).logits(blind_head=True)
-    differs_S = (ours - blind[0]).abs().amax(-1) > 1e-2
-    first = int(np.flatnonzero(sample.extras[ITEM] == 0)[0]) - 1  # where the first patch is the head's token
-    assert not differs_S[:first].any()
-    assert differs_S[first : first + 4].all()
-
-
-def test_pictures_of_a_packed_row_are_its_sequences_own(model, mesh):
-    samples = samples_of(model, [ROWS[0], ROWS[3], ROWS[1]])
-    built = open_glade(model, mesh)
-    batch = collate_packed(samples, 0, num_drafts=1, extras=EXTRAS)
-    packed = logits_of(built, batch, batch.axes_3BS)
-    start = 0
-    for sample in samples:
-        alone = collate([sample], 0, num_drafts=1, extras=EXTRAS)
-        expected = logits_of(built, alone, alone.axes_3BS)
-        here = slice(start, start + len(sample))
-        # Products of other sizes add in another order.
-        torch.testing.assert_close(packed.main[:, here], expected.main, rtol=0, atol=1e-4)
-        torch.testing.assert_close(packed.mtp[0][:, here], expected.mtp[0], rtol=0, atol=1e-4)
-        start += len(sample)
-
-
-def test_three_equal_axes_are_plain_positions(model, mesh):
-    """Results are bitwise identical to those with ordinary positions; those of a picture differ."""
-    samples = samples_of(model, ROWS[:2])
-    batch = collate(samples, 0, num_drafts=1, extras=EXTRAS)
-    built = open_glade(model, mesh)
-    plain = logits_of(built, batch, None)
-    equal = logits_of(built, batch, batch.position_ids_BS.expand(3, -1, -1))
-    assert torch.equal(equal.main, plain.main)
-    assert torch.equal(equal.mtp[0], plain.mtp[0])
-
-    unequal = logits_of(built, batch, batch.axes_3BS)
-    first = int(np.flatnonzero(samples[0].extras[ITEM] == 0)[0])
-    assert torch.equal(unequal.main[0, :first], plain.main[0, :first])
-    differs_S = (unequal.main - plain.main)[0, first + 1 : len(samples[0])].abs().amax(-1) > 1e-3
-    assert differs_S.all()
-
-
-@torch.no_grad()
-def test_it_continues_prompts_with_pictures(model, mesh):
-    """Tokens and drafts are those of whole rows without a cache. The tower runs once per prompt."""
-    samples = samples_of(model, [ROWS[0], ROWS[3], ROWS[1]])
-    built = open_glade(model, mesh).eval()
-    runs = []
-    assert built.tower
-    built.tower.register_forward_hook(lambda *_: runs.append(1))
-    rows = []
-    for sample in samples:
-        ids = sample.input_ids.tolist()
-        rows.append(greedy.GreedyRow.of(ids, 5, 128, PromptItems.of(ids, sample.extras, EXTRAS)))
-    decoding = greedy.GreedyRows([built], mesh, rows, ())
-    while decoding.num_unfinished:
-        decoding.step()
-    drafts = dict(zip(range(len(rows)), (drafts_KS for _, drafts_KS in decoding.drafts(1)), strict=True))
-    assert len(runs) == 2
-    for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
-        last = sample.extras[AXES].max() + 1
-        axes = [*sample.extras[AXES].tolist(), *([last + step] * 3 for step in range(5))]
-        item = [*sample.extras[ITEM], *[-1] * 5]
-        whole = make_sample(row.tokens, np.ones(len(row.tokens)))
-        whole = whole.with_extras(**{**sample.extras, AXES: np.array(axes), ITEM: np.array(item)})
-        batch = collate([whole], 0, num_drafts=1, extras=EXTRAS)
-        expected = logits_of(built, batch, batch.axes_3BS)
-        here = slice(row.first - 1, -1)
-        assert expected.main[0, here].argmax(-1).tolist() == row.tokens[row.first :]
-        assert expected.mtp[0][0, here].argmax(-1).tolist()[:-1] == drafts[number][0, :-1].tolist()
-
-
 def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArgs:
-    return SftArgs(
-        model=str(model),
-        dataset=[str(rows)],
-        output_dir=str(output_dir),
-        torch_dtype="float32",
-        max_length=128,
-        global_batch_size=8,
-        split_dataset_ratio=0.0,
-        lr=1e-3,
-        acceptance_samples=0,
-        report_to=[],
-        **{"micro_batch_size": 2, "train_iters": 4, "freeze_vit": False, **options},
-    )
+    usual: dict[str, Any] = {"max_length": 128, "global_batch_size": 8, "split_dataset_ratio": 0.0}
+    usual |= {"micro_batch_size": 2, "train_iters": 4, "freeze_vit": False}
+    return unheard.args_of(model, rows, output_dir, **usual | options)
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -468,28 +375,6 @@ def test_it_learns_what_transformers_would(model, trained):
     assert last[0] < first[0]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    some_of(
-        [
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            {"context_parallel_size": 2},
-            {"pipeline_model_parallel_size": 2},
-            {},
-        ],
-        {"pipeline_model_parallel_size": 2},
-    ),
-    ids=["tensor and sequence", "context", "pipeline", "data"],
-)
-def test_two_ranks_learn_what_one_does(model, rows, trained, tmp_path, layout):
-    """The gradients of the first step are equal. Rows have pictures at different positions."""
-    launch(2, run, make_known, training.run, args_of(model, rows, tmp_path / "run", **layout), 2)
-    norms = [metrics(run_dir)[0]["grad_norm"] for run_dir in (tmp_path / "run", trained)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)  # float32 sums in another order
-    # Float32 sums in another order; Adam's first steps amplify them (its step is the sign of tiny gradients).
-    assert np.array(losses(tmp_path / "run")) == pytest.approx(np.array(losses(trained)), rel=2e-3)
-
-
 def test_it_is_exported_and_read_again(model, trained, mesh, tmp_path):
     exported = export_hf(make_known, trained, tmp_path / "hf")
     assert is_trained(load_file(model / "model.safetensors"), exported)
@@ -501,21 +386,6 @@ def test_there_and_back_it_is_the_same_to_the_bit(model, tmp_path):
     assert "visual.proj.weight" in before
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-@pytest.mark.slow
-def test_cached_states_are_those_of_the_picture(model, rows, tmp_path):
-    """Rows with the same text and different pictures have separate cached states. Tower and trunk do not change."""
-    plain, cached = tmp_path / "plain", tmp_path / "cached"
-    options = {"mtp_mode": "heads_only", "micro_batch_size": 1, "freeze_vit": True}
-    launch(1, run, make_known, training.run, args_of(model, rows, plain, save_steps=4, **options))
-    options |= {"cache_trunk_states": str(tmp_path / "states")}
-    launch(1, run, make_known, training.run, args_of(model, rows, cached, **options))
-    assert losses(cached) == losses(plain)
-    assert len(records(tmp_path / "states")) == len(ROWS)
-    exported = export_hf(make_known, plain, tmp_path / "hf")
-    for key, before in load_file(model / "model.safetensors").items():
-        assert torch.equal(before, exported[key]) is not key.startswith("mtp.")
 
 
 # What is not there yet

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite import families, rules
-from swiftlite.args.commands import ExportArgs
+from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.export import run as export
 from swiftlite.model.build import build_model
@@ -47,6 +47,13 @@ def make_model(directory: Path, config_class: Any, model_class: Any, **config: A
 
 def hf_config(model: Path) -> dict[str, Any]:
     return json.loads((model / "config.json").read_text())
+
+
+def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArgs:
+    """Return the options of a short run."""
+    usual: dict[str, Any] = {"torch_dtype": "float32", "acceptance_samples": 0, "report_to": []}
+    usual |= {"global_batch_size": 4, "train_iters": 8, "save_steps": 8, "lr": 1e-3}
+    return SftArgs(model=str(model), dataset=[str(rows)], output_dir=str(output_dir), **usual | options)
 
 
 def run(make_known: MakeKnown, command: Callable[[Any], Any], args: Any, world_size: int = 1) -> None:

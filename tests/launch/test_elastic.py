@@ -74,14 +74,6 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
-def test_ranks_that_end_well(tmp_path):
-    process = start(tmp_path, "Path(f'rank-{rank}').touch()\n")
-    _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (0, "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1", "ranks.py"]  # no logs are left
-
-
 def test_the_exit_code_of_the_rank_that_failed(tmp_path):
     process = start(tmp_path, "print('what went wrong', file=sys.stderr) if rank else time.sleep(60)\nsys.exit(7)\n")
     _, stderr = process.communicate(timeout=60)
@@ -205,20 +197,6 @@ def start_nodes(tmp_path, body: str, *argv: str, launcher: tuple[str, ...] = LAU
         )
         for node in range(2)
     ]
-
-
-@pytest.mark.slow
-def test_nodes_that_end_well(tmp_path):
-    """The launchers of this test read from their store all the time, so that the end of the job interrupts a read."""
-    lines = (
-        "import sys",
-        "from swiftlite.launch import elastic, nodes",
-        "nodes.POLL_SECONDS = 0",
-        "sys.exit(elastic.main(sys.argv[1:]))",
-    )
-    nodes = start_nodes(tmp_path, "", launcher=("-c", "\n".join(lines)))
-    errors = [node.communicate(timeout=60)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], errors
 
 
 def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -147,14 +146,6 @@ def test_a_mask_forbids(mesh):
 def test_sequences_that_are_not_the_row(mesh):
     with pytest.raises(ValueError, match=naming("cu_seqlens 5 1 6")):
         make_attention(mesh)(*make_inputs(6, "gqa"), None, packed_seq_params=make_packed([2, 3]))
-
-
-def test_the_stock_class_refuses_packed_rows_and_mla(mesh):
-    """This is why swiftlite has its own class. If the test fails, megatron-core may have fixed its class."""
-    with pytest.raises(AssertionError, match="Packed sequence is not supported"):
-        make_attention(mesh, DotProductAttention)(*make_inputs(6, "gqa"), None, packed_seq_params=make_packed([6]))
-    with pytest.raises(TypeError, match="v_channels"):
-        make_attention(mesh, DotProductAttention, v_channels=16)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -12,18 +12,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from swiftlite.model.inputs import ModelInputs
 from tests.model.test_logits import ids_and_positions, load_megatron, load_transformers
-from tests.model.test_mla import ROPES
 from tests.tiny import make_tiny_hf
 
 # megatron-core multiplies an expert's hidden layer by its score, transformers its output: 2e-6 in logits up to 7, and
 # in bfloat16 one flipped rounding of a logit between 4 and 8, at most two.
 TOLERANCE = {torch.float32: {"rtol": 0, "atol": 1e-5}, torch.bfloat16: {"rtol": 0, "atol": 0.0625}}
+# Variants of attention are in test_mla.py, rotary embeddings in test_logits.py.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "as-published": {},
-    "q_direct": {"q_lora_rank": None},
-    "halves": {"rope_interleave": False},
-    "no-yarn": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "two-mscales": {"rope_parameters": ROPES["yarn-two-mscales"]},
     "other-epsilon": {"rms_norm_eps": 1e-2},
     "no-groups": {"n_group": 1, "topk_group": 1},
     "two-dense-layers": {"num_hidden_layers": 3, "first_k_dense_replace": 2},

@@ -1,6 +1,6 @@
 """Test the gated delta rule against its definition, computed token by token in float64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from swiftlite.families.linear_attention import CHUNK
 from swiftlite.model.attention.delta_rule import by_kernel, gated_delta_rule, has_wrong_gradients, starts_of
 
 HEADS, KEYS, VALUES = 3, 8, 12
+Function = Callable[[Any, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def inputs(num_tokens: int) -> Any:
@@ -48,24 +49,33 @@ def definition(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[t
     return torch.stack(read), torch.stack(states)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (CHUNK,), (CHUNK + 1,), (7, 3 * CHUNK, 1, CHUNK + 30), (5,) * 20])
+LENGTHS = [(1,), (CHUNK,), (CHUNK + 1,), (7, 3 * CHUNK, 1, CHUNK + 30), (5,) * 20]
+
+
+def check_results(function: Function, definition: Function, parts: Any, lengths: Sequence[int], atol: float) -> None:
+    """Compare outputs and states in float32 with those of a definition in float64."""
+    for found, expected in zip(function(parts, lengths), definition(parts, lengths), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+
+
+def check_gradients(function: Function, definition: Function, make_inputs: Callable[[int], Any]) -> None:
+    """Compare the gradients of all inputs with those of a definition in float64."""
+    lengths = (CHUNK + 5, 9)
+    parts: Any = [tensor.requires_grad_() for tensor in make_inputs(sum(lengths))]
+    outputs = [each(parts, lengths)[0] for each in (function, definition)]
+    weight = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(0))
+    found, expected = (torch.autograd.grad((output * weight).sum(), parts) for output in outputs)
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_chunks_compute_the_definition(lengths):
-    parts = inputs(sum(lengths))
-    out, states = rule(parts, lengths)
-    expected, last = definition(parts, lengths)
-    # float32 against float64; values are about 1.
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(states.double(), last, rtol=0, atol=1e-5)
+    check_results(rule, definition, inputs(sum(lengths)), lengths, atol=1e-5)  # values are about 1
 
 
 def test_gradients_are_those_of_the_definition():
-    lengths = (CHUNK + 5, 9)
-    parts: Any = [tensor.requires_grad_() for tensor in inputs(sum(lengths))]
-    weight = torch.randn(sum(lengths), HEADS, VALUES, generator=torch.Generator().manual_seed(0))
-    found = torch.autograd.grad((rule(parts, lengths)[0] * weight).sum(), parts)
-    expected = torch.autograd.grad((definition(parts, lengths)[0] * weight).sum(), parts)
-    for mine, its in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+    check_gradients(rule, definition, inputs)
 
 
 def test_a_sequence_does_not_see_another():

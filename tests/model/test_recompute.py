@@ -14,7 +14,6 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as StockMtpLayer
 from megatron.core.transformer.transformer_block import TransformerBlock as StockBlock
 from packaging.version import Version
 
@@ -127,17 +126,6 @@ def test_frozen_embedding(mesh):
 
 
 BEFORE_18 = Version("0.18") > MCORE_VERSION
-stock_until_17 = pytest.mark.skipif(not BEFORE_18, reason="mended in megatron-core 0.18")
-# 0.19 recomputes an MTP layer in a method with other arguments, and only with `uniform`.
-stock_until_18 = pytest.mark.skipif(Version("0.19") <= MCORE_VERSION, reason="another method in megatron-core 0.19")
-
-
-@stock_until_17
-def test_stock_block_does_not_take_what_does_not_divide(mesh, monkeypatch):
-    monkeypatch.setattr(gpt, "TransformerBlock", StockBlock)
-    model = make_model(mesh, **full("uniform", 3))
-    with pytest.raises(IndexError):
-        train(model)
 
 
 @pytest.mark.parametrize("block", [StockBlock, recompute.TransformerBlock])
@@ -155,32 +143,6 @@ def test_padding_mask_reaches_every_layer(mesh, monkeypatch, method, block):
     # Of the stock class's two layers that `block` does not recompute, none gets it, up to megatron-core 0.17.
     lost = 2 if block is StockBlock and method == "block" and BEFORE_18 else 0
     assert [mask is None for mask in masks] == [False] * (4 - lost) + [True] * lost
-
-
-def use_stock_mtp(monkeypatch) -> None:
-
-    def stock(layer, hidden_states, decoder_input, **closure):
-        def forward(hidden_states, decoder_input, *values):
-            closure_again = dict(zip(closure, values, strict=True))
-            return layer._proj_and_transformer_layer(hidden_states, decoder_input, **closure_again)
-
-        # By position: the stock method hands names on with `block` and loses them with `uniform`.
-        return StockMtpLayer._checkpointed_forward(layer, forward, hidden_states, decoder_input, *closure.values())
-
-    monkeypatch.setattr(MultiTokenPredictionLayer, "_checkpointed_forward", stock)
-
-
-def test_stock_mtp_layer_refuses_uniform_2(mesh, monkeypatch):
-    use_stock_mtp(monkeypatch)
-    with pytest.raises(AssertionError, match="recompute_num_layers must be 1"):
-        train(make_model(mesh, **full("uniform", 2)))
-
-
-@stock_until_18
-def test_stock_mtp_layer_gives_heads_of_a_frozen_trunk_no_gradient(mesh, monkeypatch):
-    use_stock_mtp(monkeypatch)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        train(make_model(mesh, freeze_trunk=True, **full("uniform", 1)))
 
 
 def packed_mtp(model: GPTModel) -> list[torch.Tensor]:
@@ -211,13 +173,6 @@ def test_a_packed_row_through_a_recomputed_mtp_layer(mesh, method):
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
-@stock_until_17
-def test_stock_mtp_layer_hands_packing_to_autograd(mesh, monkeypatch):
-    use_stock_mtp(monkeypatch)
-    with pytest.raises(TypeError, match="PackedSeqParams"):
-        packed_mtp(make_model(mesh, **full("uniform", 1)))
-
-
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
@@ -234,15 +189,6 @@ def test_a_recomputed_mtp_layer_keeps_its_two_inputs(mesh, bench, method, num_la
     hidden = TOKENS.numel() * 32 * 4  # [S, B, H] in float32
     assert mtp_bytes(bench, make_model(mesh, **full(method, num_layers))) == 2 * hidden
     assert mtp_bytes(bench, make_model(mesh)) > 20 * hidden
-
-
-@stock_until_18
-def test_stock_mtp_layer_keeps_all_with_block(mesh, bench, monkeypatch):
-    ours, all_of_it = (mtp_bytes(bench, make_model(mesh, **options)) for options in (full("block", 1), {}))
-    use_stock_mtp(monkeypatch)
-    with pytest.warns(UserWarning, match="'block' is not supported for MTP yet"):
-        stock = mtp_bytes(bench, make_model(mesh, **full("block", 1)))
-    assert ours < stock == all_of_it
 
 
 def test_saved_bytes_by_hand(mesh, bench):
@@ -395,15 +341,3 @@ def test_an_exception_leaves_nothing_changed(mesh, method, when):
     assert torch.equal(torch.get_rng_state(), rng)
     assert states
     assert tracker.get_states() == states
-
-
-def test_stock_checkpoint_forgets_to_say_that_it_is_over(mesh):
-    def fail(x):
-        raise Boom
-
-    x = torch.ones(1, requires_grad=True)
-    with pytest.raises(Boom):
-        tensor_parallel.checkpoint(fail, False, x)
-    assert is_checkpointing()
-    tensor_parallel.checkpoint(torch.exp, False, x)
-    assert not is_checkpointing()

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.router import TopKRouter as McoreTopKRouter
 
 from swiftlite.data.batch import collate
 from swiftlite.data.sample import make_sample
@@ -33,20 +32,6 @@ def test_casts_leave_bias_and_counts_alone(router):
     counts += 256
     counts += 1
     assert counts.tolist() == [257.0] * 4
-
-
-def test_the_stock_router_rounds_both(router):
-    """This defect is why swiftlite has its own router class."""
-    router.__class__ = McoreTopKRouter
-    router.get_buffer("expert_bias").copy_(BIAS)
-    router.bfloat16()
-    counts = router.get_buffer("local_tokens_per_expert")
-    counts += 256
-    counts += 1
-    assert counts.tolist() == [256.0] * 4
-    router(torch.randn(3, 1, 64).bfloat16())
-    assert router.get_buffer("expert_bias").dtype is torch.float32  # again, and too late
-    assert router.get_buffer("expert_bias").unique().numel() == 1
 
 
 def test_buffers_follow_to_another_device(router):

@@ -8,6 +8,7 @@ import torch
 
 from swiftlite.families.linear_attention import CHUNK
 from swiftlite.model.attention.state_space import state_space_scan
+from tests.model.test_delta_rule import LENGTHS, check_gradients, check_results
 
 HEADS, GROUPS, STATE, CHANNELS = 6, 2, 8, 12
 
@@ -42,24 +43,13 @@ def definition(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[t
     return torch.stack(outputs), torch.stack(states)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (CHUNK,), (CHUNK + 1,), (7, 3 * CHUNK, 1, CHUNK + 30), (5,) * 20])
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_chunks_compute_the_definition(lengths):
-    parts = inputs(sum(lengths))
-    out, states = scan(parts, lengths)
-    expected, last = definition(parts, lengths)
-    # float32 against float64; values are up to 30.
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-5)
-    torch.testing.assert_close(states.double(), last, rtol=0, atol=3e-5)
+    check_results(scan, definition, inputs(sum(lengths)), lengths, atol=3e-5)  # values are up to 30
 
 
 def test_gradients_are_those_of_the_definition():
-    lengths = (CHUNK + 5, 9)
-    parts: Any = [tensor.requires_grad_() for tensor in inputs(sum(lengths))]
-    weight = torch.randn(sum(lengths), HEADS, CHANNELS, generator=torch.Generator().manual_seed(0))
-    found = torch.autograd.grad((scan(parts, lengths)[0] * weight).sum(), parts)
-    expected = torch.autograd.grad((definition(parts, lengths)[0] * weight).sum(), parts)
-    for mine, its in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+    check_gradients(scan, definition, inputs)
 
 
 def test_a_sequence_continues_from_its_state():

@@ -4,11 +4,11 @@
 scripts/parity.py prints the table, and test_parity.py tests a part of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import HYBRID, make_tiny_hf, per_expert
 from tests.untimed import untimed
 
+Key = TypeVar("Key", bound=Hashable)
 STEPS = 5
 FEW_STEPS = (1, 2)
 """First and last step of a job in tests. The steps test gradients, the first update, and an update with moments."""
@@ -184,6 +185,14 @@ def run(num_processes: int, jobs: Sequence[Job], launch: Callable[..., list[Any]
         files = [job.out_dir / part / "model.safetensors" for part in _PARTS]
         gradients, weights = (load_file(file) if file.exists() else {} for file in files)
         results.append(Result(first, gradients, weights, first_changes(job, gradients)))
+    return results
+
+
+def run_each(jobs: Mapping[int, Mapping[Key, Job]], launch: Callable[..., list[Any]] = launch) -> dict[Key, Result]:
+    """Compute jobs by their numbers of processes; return the results by the names of the jobs."""
+    results: dict[Key, Result] = {}
+    for num_processes, queue in jobs.items():
+        results |= zip(queue, run(num_processes, list(queue.values()), launch), strict=True)
     return results
 
 
@@ -426,6 +435,24 @@ def compare(one: Result, other: Result, source: dict[str, torch.Tensor]) -> dict
         "gradients": max(_tensor_differences(one.gradients, other.gradients, one.gradients).values(), default=0.0),
         "weights": max(_tensor_differences(one.weights, other.weights, changes, explained).values(), default=0.0),
     }
+
+
+def beyond(
+    one: Result,
+    other: Result,
+    source: dict[str, torch.Tensor] | None = None,
+    bounds: dict[str, float] | None = None,
+) -> dict[str, float]:
+    """Return the differences that are larger than rounding can cause, by the names of BOUNDS.
+
+    Args:
+        source: weights before the first step; none for adapters, whose changes are compared as they are.
+        bounds: other bounds than BOUNDS.
+    """
+    if source is None:
+        source = {key: torch.zeros_like(tensor) for key, tensor in one.weights.items()}
+    found = compare(one, other, source)
+    return {name: found[name] for name, bound in (bounds or BOUNDS).items() if not found[name] <= bound}
 
 
 def _tensor_differences(

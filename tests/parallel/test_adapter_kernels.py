@@ -23,7 +23,7 @@ from swiftlite.runtime.distributed import session
 from tests import te_stand_ins
 from tests.parallel import parity
 from tests.parallel.launch import launch, open_store, prepare_session
-from tests.parallel.parity import BOUNDS, CASES, FULL, SMALL, TP2_SP, Job, Result
+from tests.parallel.parity import CASES, FULL, SMALL, TP2_SP, Job, Result, beyond
 from tests.tiers import all_but, selected
 
 pytestmark = pytest.mark.gloo
@@ -111,25 +111,18 @@ def needs(name: str) -> None:
         pytest.skip(reason)
 
 
-def beyond_rounding(one: Result, other: Result) -> dict[str, float]:
-    """Return the differences that are larger than the order of sums can cause."""
-    zeros = {key: torch.zeros_like(tensor) for key, tensor in one.weights.items()}
-    found = parity.compare(one, other, zeros)
-    return {figure: found[figure] for figure, bound in BOUNDS.items() if found[figure] > bound}
-
-
 @pytest.mark.parametrize(("family", "tuner", "name"), all_but(COMPARED, *SLOW))
 def test_kernels_change_roundings_of_adapters_alone(computed, family, tuner, name):
     needs(name)
     one = computed[family, tuner, "alone"]
     assert any("magnitude" in key for key in one.gradients) == (tuner == "dora")
     assert all(gradient.any() for key, gradient in one.gradients.items() if ".experts." not in key)
-    assert beyond_rounding(one, computed[family, tuner, name]) == {}
+    assert beyond(one, computed[family, tuner, name]) == {}
 
 
 def test_adapters_of_transformer_engine_go_on_beside_local_layers(computed):
     needs("TE")
-    assert beyond_rounding(computed[EXPERTS, "dora", "TE goes on"], computed[EXPERTS, "dora", "local goes on"]) == {}
+    assert beyond(computed[EXPERTS, "dora", "TE goes on"], computed[EXPERTS, "dora", "local goes on"]) == {}
 
 
 def streamed(hf_dir: Path, kernels: Kernels, port: int) -> tuple[dict[str, torch.Tensor], bool]:

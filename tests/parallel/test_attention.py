@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.model.attention import attention as attention_module
-from swiftlite.model.attention.attention import CoreAttention
 from swiftlite.model.attention.head_size import fill_values
 from swiftlite.model.context_parallel import shard_sequence, unshard_sequence
 from swiftlite.runtime.distributed import session
@@ -107,10 +103,3 @@ def test_ranks_compute_what_one_process_computes(mesh, parallel, shape, layout, 
             torch.testing.assert_close(
                 ours, expected, rtol=0, atol=ATOL[dtype], msg=lambda text, way=way: f"{way}: {text}"
             )
-
-
-def test_the_stock_class_refuses_context_parallelism(mesh):
-    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, context_parallel_size=2)
-    with pytest.raises(AssertionError, match="Context parallelism is only supported by TEDotProductAttention"):
-        DotProductAttention(config, 1, AttnMaskType.causal, "self")
-    CoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=mesh.groups)

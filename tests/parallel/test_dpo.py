@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swiftlite.args.commands import DpoArgs
+from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.families.resolved import resolve
@@ -24,7 +24,7 @@ from swiftlite.train.methods.reference import log_probabilities
 from tests.messages import mentions
 from tests.parallel.launch import launch
 from tests.parallel.parity import OPTIONS, SIZES
-from tests.parallel.runs import metrics_of, run_all, start
+from tests.parallel.runs import CP2, EP2, PP2, TP2, check_layouts
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import write_pairs, write_rated
@@ -32,8 +32,6 @@ from tests.train.prepared import prepare
 
 pytestmark = pytest.mark.gloo
 
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-EP2 = {"expert_model_parallel_size": 2}
 REF_TP2 = {"ref_tensor_model_parallel_size": 2, "ref_pipeline_model_parallel_size": 1}
 REF_PP2 = {"ref_tensor_model_parallel_size": 1, "ref_pipeline_model_parallel_size": 2}
 LORA = {"tuner_type": "lora", "lora_rank": 4, "lr": 1e-2}
@@ -49,17 +47,18 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("full", "TP2, reference PP2"): TP2 | REF_PP2,
     ("full", "PP2, reference TP2"): PP2 | REF_TP2,
-    ("full", "CP2, packed"): {"context_parallel_size": 2, "padding_free": True},
+    ("full", "CP2, packed"): CP2 | {"padding_free": True},
     ("lora", "TP2"): TP2,
     ("experts", "EP2, reference TP2"): EP2 | REF_TP2,
     ("bfloat16", "EP2"): EP2,
     ("kto", "DP2, reference TP2"): REF_TP2,
     ("kto", "PP2, packed, micro-batches of 1"): PP2 | {"padding_free": True, "micro_batch_size": 1},
+    ("thirds", "DP3, reference TP2"): REF_TP2,  # of three ranks that all train, two hold the reference model
 }
 # By what is trained: layouts that CI runs. The others divide a model or a batch in ways that test_parity.py has too.
 IN_CI = [("full", "PP2, reference TP2"), ("full", "CP2, packed"), ("kto", "DP2, reference TP2")]
 THIRDS = ("thirds", "DP3, reference TP2")
-GROUPS = [IN_CI, [*(key for key in LAYOUTS if key not in IN_CI), THIRDS]]
+GROUPS = [IN_CI, [key for key in LAYOUTS if key not in IN_CI]]
 # Float32 sums in another order, on log-probabilities of about 100; rewards are differences of these.
 FLOAT32: dict[str, Any] = {"rel": 1e-3, "abs": 1e-3}
 # bfloat16 rounds to 3 digits.
@@ -67,6 +66,12 @@ BFLOAT16: dict[str, Any] = {"rel": 3e-2, "abs": 5e-2}
 # Adam's first steps have the size of the learning rate whatever the gradient's, so a small gradient that is rounded to
 # the other sign moves its weight the other way: how many are depends on the machine's instructions.
 BFLOAT16_AFTER_A_STEP: dict[str, Any] = {"rel": 1e-1, "abs": 1e-1}
+
+
+def tolerance_of(args: SftArgs, step: int) -> dict[str, Any]:
+    if args.torch_dtype == "float32":
+        return FLOAT32
+    return BFLOAT16_AFTER_A_STEP if step else BFLOAT16
 
 
 def make_options(place: Path, family: str, name: str, **changed: Any) -> DpoArgs:
@@ -93,30 +98,11 @@ def make_options(place: Path, family: str, name: str, **changed: Any) -> DpoArgs
 
 @pytest.mark.parametrize("group", some_of(GROUPS, IN_CI), ids=["ci", "others"])
 def test_a_layout_changes_no_number(tmp_path, group):
-    alone = {}
-    for what in dict.fromkeys(what for what, _ in group):
-        family, options = TRAINED[what]
-        alone[what] = make_options(tmp_path, family, what, **options)
-    start(1, run_all, list(alone.values()), 1)
-    cut_up = {}
-    for what, name in group:
-        if (what, name) != THIRDS:
-            layout = LAYOUTS[what, name]
-            cut_up[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
-    start(2, run_all, list(cut_up.values()), 2)
-    if THIRDS in group:  # of three ranks that all train, two hold the reference model
-        thirds = replace(alone["thirds"], output_dir=str(tmp_path / "thirds_3"), **REF_TP2)
-        start(3, run_all, [thirds], 3)
-        cut_up[THIRDS] = thirds
-    for (what, name), args in cut_up.items():
-        expected = metrics_of(alone[what])
-        assert len(expected) == 3
-        assert what != "kto" or max(line.get("kl", 0.0) for line in expected) > 0.1
-        for step, (one, many) in enumerate(zip(expected, metrics_of(args), strict=True)):
-            tolerance = FLOAT32
-            if args.torch_dtype == "bfloat16":
-                tolerance = BFLOAT16_AFTER_A_STEP if step else BFLOAT16
-            assert many == pytest.approx(one, **tolerance), f"{what} {name}, step {step + 1}"
+    alone = {what: make_options(tmp_path, family, what, **options) for what, (family, options) in TRAINED.items()}
+    expected = check_layouts(alone, {key: LAYOUTS[key] for key in group}, tolerance_of, on_three=[THIRDS])
+    assert all(len(lines) == 3 for lines in expected.values())
+    if "kto" in expected:
+        assert max(line.get("kl", 0.0) for line in expected["kto"]) > 0.1
 
 
 def prepare_with(args: list[DpoArgs]) -> str:

@@ -1,6 +1,5 @@
 """Test `megatron dpo` on rows with images with several layouts against one process."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 from swiftlite.args.commands import DpoArgs
 from tests.images import make_vision_hf_with_tokenizer
 from tests.parallel.parity import HYBRID_OPTIONS, OPTIONS, SIZES, TP2_SP
-from tests.parallel.runs import metrics_of, run_all, start
-from tests.parallel.test_dpo import FLOAT32, PP2, REF_PP2, REF_TP2
+from tests.parallel.runs import CP2, PP2, check_layouts
+from tests.parallel.test_dpo import FLOAT32, REF_PP2, REF_TP2
 from tests.train.test_dpo_images import NUM_ROWS, RATED, TRAINED, write_rows
 
 pytestmark = pytest.mark.gloo
@@ -20,7 +19,7 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("sigmoid", "DP2"): {},
     ("sigmoid", "TP2+SP, reference PP2"): TP2_SP | REF_PP2,
     ("sigmoid", "PP2"): PP2,
-    ("sigmoid", "CP2"): {"context_parallel_size": 2, "padding_free": True},
+    ("sigmoid", "CP2"): CP2 | {"padding_free": True},
     ("kto", "DP2, reference TP2"): REF_TP2,
     ("kto", "PP2, reference TP2"): PP2 | REF_TP2 | {"micro_batch_size": 1},
 }
@@ -49,14 +48,6 @@ def make_options(place: Path, loss: str) -> DpoArgs:
 @pytest.mark.slow  # layouts with images, and layouts of DPO, run in CI in tests of their own
 def test_a_layout_changes_no_number(tmp_path):
     alone = {loss: make_options(tmp_path, loss) for loss in LOSSES}
-    start(1, run_all, list(alone.values()), 1)
-    divided = {}
-    for (loss, name), layout in LAYOUTS.items():
-        divided[loss, name] = replace(alone[loss], output_dir=str(tmp_path / f"{loss}_{name}"), **layout)
     assert alone["sigmoid"].global_batch_size < NUM_ROWS
-    start(2, run_all, list(divided.values()), 2)
-    for (loss, name), args in divided.items():
-        expected = metrics_of(alone[loss])
-        assert len(expected) == 4
-        for step, (one, many) in enumerate(zip(expected, metrics_of(args), strict=True)):
-            assert many == pytest.approx(one, **FLOAT32), f"{loss} {name}, step {step + 1}"
+    expected = check_layouts(alone, LAYOUTS, FLOAT32)
+    assert all(len(lines) == 4 for lines in expected.values())

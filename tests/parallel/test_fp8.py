@@ -51,10 +51,7 @@ def computed(request, models, tmp_path_factory) -> dict[str, Result]:
             options = parity.SMALL | {"torch_dtype": "bfloat16"} | options
             job = Job(models[family], root / name, options, parity.FEW_STEPS, kernels=kernels)
             groups[num_processes][name] = job
-    found = {}
-    for num_processes, jobs in groups.items():
-        found |= zip(jobs, parity.run(num_processes, list(jobs.values())), strict=True)
-    return found
+    return parity.run_each(groups)
 
 
 def losses(result: Result) -> list[tuple[float, float]]:

@@ -6,10 +6,9 @@ With pipeline parallelism, both are sent from stage to stage.
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from tests.parallel.parity import BOUNDS, CASES, FULL, SIZES, SMALL, TP2_SP, Job, compare, run
+from tests.parallel.parity import BOUNDS, CASES, FULL, SIZES, SMALL, TP2_SP, Job, beyond, run_each
 from tests.tiers import some_of
 from tests.tiny import GEMMA4_E, make_tiny_hf
 
@@ -51,15 +50,8 @@ def test_a_layout_changes_no_step(tmp_path, cases):
         )
         alone = f"alone {sorted(of_run)}"
         jobs[1][alone] = Job(hf_dir, tmp_path / alone, SMALL | of_run, steps=(1, 2))
-    results: dict[str, Any] = {}
-    for number, some in jobs.items():
-        if some:
-            results |= zip(some, run(number, list(some.values())), strict=True)
+    results = run_each(jobs)
     source = load_file(hf_dir / "model.safetensors")
     for name, (of_run, _) in cases.items():
         one = results[f"alone {sorted(of_run)}"]
-        if of_run is LORA:
-            source = {key: torch.zeros_like(tensor) for key, tensor in one.weights.items()}
-        found = compare(one, results[name], source)
-        over = {figure: found[figure] for figure, bound in LIMITS.items() if found[figure] > bound}
-        assert not over, name
+        assert beyond(one, results[name], None if of_run is LORA else source, LIMITS) == {}, name

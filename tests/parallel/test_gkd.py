@@ -1,6 +1,5 @@
 """Test `megatron gkd` with several layouts against one process, on stored completions and on answers."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from swiftlite.plan.distillation import on_policy_steps
 from swiftlite.train import phases
 from tests.parallel.launch import prepare_session
 from tests.parallel.parity import SIZES
-from tests.parallel.runs import metrics_of, run_all, start
+from tests.parallel.runs import CP2, EP2, PP2, TP2, check_layouts, start
 from tests.tiny import make_tiny_hf
 from tests.train.distilled import gkd_options, make_models, store
 
@@ -26,8 +25,6 @@ TRAINED: dict[str, dict[str, Any]] = {
     "reverse": {"beta": 1.0, "padding_free": True},
     "forward": {"beta": 0.0, "tuner_type": "lora", "lora_rank": 4, "lr": 1e-2},
 }
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 TEACHER_TP2 = {"teacher_tensor_model_parallel_size": 2, "teacher_pipeline_model_parallel_size": 1}
 TEACHER_PP2 = {"teacher_tensor_model_parallel_size": 1, "teacher_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
@@ -68,38 +65,28 @@ def store_all(jobs: list[GkdArgs], ports: list[int]) -> None:
 
 
 def compare(
-    place: Path, alone: dict[str, GkdArgs], divided: dict[tuple[str, str], GkdArgs], num_processes: int = 2
+    alone: dict[str, GkdArgs], layouts: dict[tuple[str, str], dict[str, Any]], *, on_three: bool = False
 ) -> None:
-    """Train each job in one process and in its layout, and compare their metrics."""
-    used = {what: args for what, args in alone.items() if any(what == of for of, _ in divided)}
-    start(1, store_all, list(used.values()))
-    start(1, run_all, list(used.values()), 1)
-    start(num_processes, run_all, list(divided.values()), num_processes)
-    for (what, name), args in divided.items():
-        expected, found = metrics_of(used[what]), metrics_of(args)
-        assert [line["on_policy"] for line in expected] == [0, 1]
-        assert all(line["loss"] > 0.05 and line["mtp_1_loss"] > 0 and line["grad_norm"] > 0 for line in expected)
-        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-            assert other == pytest.approx(one, **TOLERANCE), f"{what} {name}, step {step + 1}"
+    """Train each job in one process and in its layouts, and compare their metrics."""
+    start(1, store_all, [args for what, args in alone.items() if any(what == of for of, _ in layouts)])
+    for lines in check_layouts(alone, layouts, TOLERANCE, on_three=layouts if on_three else ()).values():
+        assert [line["on_policy"] for line in lines] == [0, 1]
+        assert all(line["loss"] > 0.05 and line["mtp_1_loss"] > 0 and line["grad_norm"] > 0 for line in lines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_in_ci", [True, False], ids=["chosen", "others"])
 def test_a_layout_changes_no_number(tmp_path, is_in_ci):
     alone = {name: make_options(tmp_path, name, **options) for name, options in TRAINED.items()}
-    divided = {}
-    for (what, name), layout in LAYOUTS.items():
-        if ((what, name) in IN_CI) == is_in_ci:
-            divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
-    compare(tmp_path, alone, divided)
+    compare(alone, {key: layout for key, layout in LAYOUTS.items() if (key in IN_CI) == is_in_ci})
 
 
 @pytest.mark.slow
 def test_a_rank_without_a_part_of_the_teacher(tmp_path):
     """Three ranks train; two of them hold the teacher."""
     args = make_options(tmp_path, "mixture", **TRAINED["mixture"])
-    divided = replace(args, output_dir=str(tmp_path / "DP3"), micro_batch_size=2, **TEACHER_TP2)
-    compare(tmp_path, {"mixture": args}, {("mixture", "DP3, teacher TP2"): divided}, 3)
+    layouts = {("mixture", "DP3, teacher TP2"): {"micro_batch_size": 2} | TEACHER_TP2}
+    compare({"mixture": args}, layouts, on_three=True)
 
 
 @pytest.mark.slow
@@ -110,19 +97,18 @@ def test_models_of_other_kinds(tmp_path):
     for seed, (kind, (family, tied)) in enumerate(kinds.items()):
         sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4 if kind == "dense" else 6}
         made[kind] = make_tiny_hf(tmp_path / kind, family, depth=1, tied=tied, seed=seed, with_tokenizer=True, **sizes)
-    ep2 = {"expert_model_parallel_size": 2}
     cases = {
         ("dense", "tied"): PP2,
         ("tied", "dense"): PP2,
-        ("experts", "dense"): ep2,
+        ("experts", "dense"): EP2,
         ("dense", "experts"): TP2 | {"sequence_parallel": True},
         ("experts", "tied"): PP2,
     }
-    alone, divided = {}, {}
+    alone, layouts = {}, {}
     for (student, teacher), layout in cases.items():
         name = f"{student} of {teacher}"
         alone[name] = make_options(
             tmp_path, name, model=str(made[student]), teacher_model=str(made[teacher]), micro_batch_size=2
         )
-        divided[name, str(layout)] = replace(alone[name], output_dir=str(tmp_path / f"{name} divided"), **layout)
-    compare(tmp_path, alone, divided)
+        layouts[name, "divided"] = layout
+    compare(alone, layouts)

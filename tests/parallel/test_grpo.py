@@ -14,7 +14,7 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.parallel.launch import prepare_session
 from tests.parallel.parity import SIZES, save_gradients
-from tests.parallel.runs import metrics_of, run_all, start
+from tests.parallel.runs import CP2, EP2, PP2, TP2, check_layouts, metrics_of, run_all, start
 from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 from tests.train.completions import make_teacher, policy_options, store
@@ -37,12 +37,12 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "without tools": ("qwen3", {"loss_type": "grpo", "beta": 0.1, "teacher_kl_coef": 0.5}),
     "lora": ("qwen3", {"tuner_type": "lora", "lora_rank": 4, "lr": 1e-2}),
 }
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 # Layouts of the reference model and the teacher.
 FROZEN_TP2 = {f"{name}_tensor_model_parallel_size": 2 for name in ("ref", "teacher")}
 FROZEN_TP2 |= {f"{name}_pipeline_model_parallel_size": 1 for name in ("ref", "teacher")}
 FROZEN_PP2 = {name: 3 - size for name, size in FROZEN_TP2.items()}
+THIRDS = ("dapo", "DP3, frozen models TP2")
+"""A layout of three ranks that all train; two of them hold the frozen models."""
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("dapo", "TP2+SP"): TP2 | {"sequence_parallel": True},
     ("dapo", "PP2"): PP2,
@@ -54,16 +54,15 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("sequence", "TP2"): TP2,
     ("bnpo", "CP2"): CP2,
     ("bnpo", "DP2"): {},
-    ("experts", "EP2"): {"expert_model_parallel_size": 2},
+    ("experts", "EP2"): EP2,
     ("lora", "TP2"): TP2,
     ("without tools", "DP2"): {},
     ("without tools", "TP2, frozen models PP2"): TP2 | FROZEN_PP2,
     ("dapo", "PP2, frozen models TP2"): PP2 | FROZEN_TP2,
     ("dapo", "DP2, packed, frozen models TP2"): {"padding_free": True} | FROZEN_TP2,
     ("dapo", "TP2, frozen models DP2"): TP2 | dict.fromkeys(FROZEN_TP2, 1),
+    THIRDS: {"micro_batch_size": 2} | FROZEN_TP2,
 }
-THIRDS: dict[str, Any] = {"micro_batch_size": 2} | FROZEN_TP2
-"""A layout of three ranks that all train; two of them hold the frozen models."""
 # Float32 sums in another order; the log-probabilities of completions are sums of about 10 numbers near 5.
 TOLERANCE: dict[str, Any] = {"rel": 1e-3, "abs": 2e-4}
 
@@ -97,34 +96,17 @@ CI = [("dapo", "PP2xVPP2"), ("sequence", "CP2, packed"), ("without tools", "TP2,
 CHOSEN = {name: LAYOUTS[name] for name in CI}
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [pytest.param(CHOSEN, id="chosen"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("layouts", some_of([CHOSEN, LAYOUTS], CHOSEN), ids=["chosen", "all"])
 def test_a_layout_changes_no_number(tmp_path, layouts):
-    trained = dict.fromkeys(what for what, _ in layouts)
     alone = {}
-    for name in trained:
+    for name in dict.fromkeys(what for what, _ in layouts):
         family, options = TRAINED[name]
         alone[name] = make_options(tmp_path, family, name, **options)
-    jobs = list(alone.values())
-    start(1, store_all, jobs)
-    start(1, run_all, jobs, 1)
-    divided = {}
-    for (what, name), layout in layouts.items():
-        divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}_{name}"), **layout)
-    start(2, run_all, list(divided.values()), 2)
-    if layouts is LAYOUTS:
-        thirds = replace(alone["dapo"], output_dir=str(tmp_path / "thirds"), **THIRDS)
-        start(3, run_all, [thirds], 3)
-        divided["dapo", "DP3, frozen models TP2"] = thirds
-    for (what, name), args in divided.items():
-        found, expected = metrics_of(args), metrics_of(alone[what])
-        assert len(expected) == STEPS
-        assert all(line["mtp_1_loss"] > 0 and line["grad_norm"] > 0 for line in expected)
-        assert all(("teacher_kl" in line) == bool(args.teacher_model) for line in expected)
-        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-            assert other == pytest.approx(one, **TOLERANCE), f"{what} {name}, step {step + 1}"
+    start(1, store_all, list(alone.values()))
+    for name, lines in check_layouts(alone, layouts, TOLERANCE, on_three=[THIRDS]).items():
+        assert len(lines) == STEPS
+        assert all(line["mtp_1_loss"] > 0 and line["grad_norm"] > 0 for line in lines)
+        assert all(("teacher_kl" in line) == bool(alone[name].teacher_model) for line in lines)
 
 
 def gradients_of(jobs: list[GrpoArgs], ports: list[int]) -> None:

@@ -1,6 +1,5 @@
 """Test `megatron grpo` on rows with images with several layouts on stored completions against one process."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,18 @@ import torch
 from swiftlite.args.commands import GrpoArgs
 from tests.images import make_vision_hf_with_tokenizer
 from tests.parallel.parity import HYBRID_OPTIONS, SIZES, TP2_SP
-from tests.parallel.runs import metrics_of, run_all, start
-from tests.parallel.test_grpo import CP2, PP2, TOLERANCE, store_all
+from tests.parallel.runs import CP2, PP2, check_layouts, start
+from tests.parallel.test_grpo import TOLERANCE, store_all
 from tests.train.completions import NUM_GENERATIONS, USUAL
 from tests.train.test_grpo_images import TRAINED, write_rows
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "DP2": {},
-    "TP2+SP": TP2_SP,
-    "PP2": PP2,
-    "CP2": CP2 | {"padding_free": True},
+LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("alone", "DP2"): {},
+    ("alone", "TP2+SP"): TP2_SP,
+    ("alone", "PP2"): PP2,
+    ("alone", "CP2"): CP2 | {"padding_free": True},
 }
 
 
@@ -52,11 +51,5 @@ def make_options(place: Path) -> GrpoArgs:
 def test_a_layout_changes_no_number(tmp_path):
     alone = make_options(tmp_path)
     start(1, store_all, [alone])
-    start(1, run_all, [alone], 1)
-    divided = {name: replace(alone, output_dir=str(tmp_path / name), **layout) for name, layout in LAYOUTS.items()}
-    start(2, run_all, list(divided.values()), 2)
-    expected = metrics_of(alone)
+    (expected,) = check_layouts({"alone": alone}, LAYOUTS, TOLERANCE).values()
     assert all(line["kl"] > 0 and line["teacher_kl"] and line["mtp_1_loss"] > 0 for line in expected)
-    for name, args in divided.items():
-        for step, (one, other) in enumerate(zip(expected, metrics_of(args), strict=True)):
-            assert other == pytest.approx(one, **TOLERANCE), f"{name}, step {step + 1}"

@@ -107,16 +107,12 @@ def computed(request, tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str
         models[way] = parity.make_model(root / way, family, depth, **config)
         if not depth:
             add_drafter(models[way], way)
-    jobs: dict[int, dict[tuple[str, str], dict]] = {1: {}, 2: {}}
+    jobs: dict[int, dict[tuple[str, str], Job]] = {1: {}, 2: {}}
     for way in ways:
-        jobs[1][way, "alone"] = SMALL | WAYS[way][2]
+        jobs[1][way, "alone"] = Job(models[way], root / way / "alone", SMALL | WAYS[way][2], FEW_STEPS)
     for way, name in pairs:
-        jobs[2][way, name] = jobs[1][way, "alone"] | LAYOUTS[name]
-    results = {}
-    for num_processes, chosen in jobs.items():
-        queue = [Job(models[way], root / way / name, options, FEW_STEPS) for (way, name), options in chosen.items()]
-        results |= zip(chosen, parity.run(num_processes, queue), strict=True)
-    return models, results
+        jobs[2][way, name] = Job(models[way], root / way / name, SMALL | WAYS[way][2] | LAYOUTS[name], FEW_STEPS)
+    return models, parity.run_each(jobs)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from swiftlite.runtime.distributed import session
 from swiftlite.train.trainer import seed_of_step
 from tests.kinds import Layout
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, FULL, SMALL, Job, compare, make_model, run
+from tests.parallel.parity import CASES, FULL, SMALL, Job, beyond, make_model, run_each
 from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
@@ -68,19 +68,13 @@ def test_a_layout_changes_no_adapter(tmp_path, cases):
             case = PLACES[name]
             job = Job(hf_dir, place / name, options | case.options, **start)
             jobs[case.num_processes][family, kind, name] = job
-    results = {}
-    for num_processes, some in jobs.items():
-        results |= dict(zip(some, run(num_processes, list(some.values())), strict=True))
-
+    results = run_each(jobs)
     for (family, kind), layouts in cases.items():
         one = results[family, kind, "alone"]
         assert any("magnitude" in key for key in one.gradients) == (kind == "dora")
         assert all(gradient.any() for key, gradient in one.gradients.items() if ".experts." not in key)
-        zeros = {key: torch.zeros_like(tensor) for key, tensor in one.weights.items()}
         for name in layouts:
-            found = compare(one, results[family, kind, name], zeros)
-            over = {figure: found[figure] for figure, bound in BOUNDS.items() if found[figure] > bound}
-            assert not over, f"{family} {kind} {name}"
+            assert beyond(one, results[family, kind, name]) == {}, f"{family} {kind} {name}"
 
 
 def draw(layout: dict[str, Any], hf_dir: Path) -> dict[str, bytes]:

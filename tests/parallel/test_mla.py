@@ -3,7 +3,6 @@ parameters.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from itertools import accumulate, product
 from typing import Any
@@ -12,24 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
-from packaging.version import Version
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families import dense
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
 from swiftlite.families.models import deepseek_v3
-from swiftlite.model.attention import mla
 from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.build import build_config
 from swiftlite.model.context_parallel import describe_packed, shard_sequence, unshard_sequence
 from swiftlite.model.layers.kernels import modules_of
 from swiftlite.model.specs import attention_spec
 from swiftlite.plan.kernels import Kernels
-from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from tests import flash_stand_ins
@@ -57,7 +51,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def attention(
-    case: tuple[str, str],
+    variant: str,
     mesh: Mesh,
     sequence_parallel: bool,
     kernels: Kernels = Kernels(),
@@ -66,10 +60,8 @@ def attention(
     """Return the layer, and its arguments except hidden states.
 
     Args:
-        case: swiftlite's layer or the layer that it is compared with, and a variant.
         recomputed: modules of the layer to recompute, as in --recompute_modules.
     """
-    whose, variant = case
     hf_config = HF_CONFIG | VARIANTS[variant]
     kind = deepseek_v3.attention(hf_config)
     architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
@@ -81,12 +73,6 @@ def attention(
     rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.device.torch_device, torch.float32)
     angles = {"rotary_pos_emb": rotary([LENGTH])}
     config.calculate_per_token_loss = True  # gradients are summed over ranks that share rows, as in training
-    if whose == "stock":
-        spec.module = McoreMLASelfAttention
-        known = {field.name for field in fields(McoreMLATransformerConfig)}
-        config = McoreMLATransformerConfig(**{key: value for key, value in vars(config).items() if key in known})
-        config.qk_layernorm = True  # with its own specs, what turns the norms of the latents on
-        angles = {}  # it makes its own, which are the same
     config.tensor_model_parallel_size, config.sequence_parallel = mesh.tp.size(), sequence_parallel
     config.context_parallel_size = mesh.cp.size()
     return build_module(spec, config=config, layer_number=1), angles
@@ -113,7 +99,7 @@ def whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 
 
 def gradients(
-    case: tuple[str, str], mesh: Mesh, sequence_parallel: bool, packed: bool = False, rows: int = 2, **options: Any
+    variant: str, mesh: Mesh, sequence_parallel: bool, packed: bool = False, rows: int = 2, **options: Any
 ) -> Gradients:
     """Return the gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; also of the
     input.
@@ -121,7 +107,7 @@ def gradients(
     Args:
         options: options of `attention`.
     """
-    module, arguments = attention(case, mesh, sequence_parallel, **options)
+    module, arguments = attention(variant, mesh, sequence_parallel, **options)
     tp_rank, tp_size = mesh.tp.rank(), mesh.tp.size()
     fill(module, tp_rank, tp_size)
     wrapped = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
@@ -154,16 +140,11 @@ def gradients(
     return result
 
 
-# Without a latent of the queries megatron-core 0.19 can be built of Transformer Engine's layers alone.
-IS_019 = Version("0.19") <= MCORE_VERSION
-CASES = [case for case in product(["ours", "stock"], VARIANTS) if not (IS_019 and case == ("stock", "q_direct"))]
-
-
-def all_gradients(tp_size: int) -> dict[tuple[tuple[str, str], bool], Gradients]:
+def all_gradients(tp_size: int) -> dict[tuple[str, bool], Gradients]:
     with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as mesh:
         results = {}
-        for case, sequence_parallel in product(CASES, [False, True] if tp_size > 1 else [False]):
-            results[case, sequence_parallel] = gradients(case, mesh, sequence_parallel)
+        for variant, sequence_parallel in product(VARIANTS, [False, True] if tp_size > 1 else [False]):
+            results[variant, sequence_parallel] = gradients(variant, mesh, sequence_parallel)
         return results
 
 
@@ -171,9 +152,7 @@ def shared_gradients(layout: ParallelLayout) -> dict[tuple[str, bool], Gradients
     """Return gradients by variant and whether the row is packed."""
     with session(layout) as mesh:
         cases = product(VARIANTS, [False, True])
-        return {
-            (name, packed): gradients(("ours", name), mesh, layout.sequence_parallel, packed) for name, packed in cases
-        }
+        return {(name, packed): gradients(name, mesh, layout.sequence_parallel, packed) for name, packed in cases}
 
 
 SHARED = {
@@ -212,7 +191,7 @@ def recomputed_gradients() -> dict[tuple[str, Sequence[str]], Gradients]:
         found = {}
         for (way, kernels), modules in product(WAYS.items(), RECOMPUTED):
             options = {"rows": 1, "kernels": kernels, "recomputed": modules}
-            found[way, modules] = gradients(("ours", "pairs"), mesh, False, **options)
+            found[way, modules] = gradients("pairs", mesh, False, **options)
         library._destroy()
         return found
 
@@ -240,7 +219,7 @@ def gathered_numbers() -> list[int]:
         return gather(whole, *args, **options)
 
     with session(ParallelLayout(context_parallel_size=2)) as mesh:
-        module, arguments = attention(("ours", "pairs"), mesh, sequence_parallel=False)
+        module, arguments = attention("pairs", mesh, sequence_parallel=False)
         turns = shard_sequence(arguments["rotary_pos_emb"], 1, mesh.cp.rank(), mesh.cp.size())
         dist.all_gather_into_tensor = counting
         module(torch.randn(LENGTH // 2, 2, 64), None, rotary_pos_emb=turns)
@@ -257,7 +236,7 @@ def test_the_latent_is_gathered_and_not_the_heads():
 
 @pytest.fixture(scope="module")
 def computed() -> tuple[dict, list[dict]]:
-    """Return gradients of one process and of each of two ranks, by case and sequence parallelism."""
+    """Return gradients of one process and of each of two ranks, by variant and sequence parallelism."""
     (alone,) = launch(1, all_gradients, 1)
     return alone, launch(2, all_gradients, 2)
 
@@ -277,29 +256,5 @@ BOUND = 1e-5
 def test_gradients_are_those_of_one_process(computed, variant, sequence_parallel):
     alone, ranks = computed
     for rank in ranks:
-        found = differences(alone[("ours", variant), False], rank[("ours", variant), sequence_parallel])
+        found = differences(alone[variant, False], rank[variant, sequence_parallel])
         assert max(found.values()) < BOUND, found
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
-@pytest.mark.parametrize("variant", ["pairs"] if IS_019 else ["pairs", "q_direct"])
-def test_megatron_core_does_not_sum_the_gradient_of_the_rotary_key(computed, variant, sequence_parallel):
-    """This defect is why swiftlite has its own class. If the test fails, megatron-core has fixed it."""
-    alone, ranks = computed
-    found = differences(alone[("stock", variant), False], ranks[0][("stock", variant), sequence_parallel])
-    assert found["linear_kv_down_proj.weight"] > 0.1
-    assert found["linear_kv_up_proj.weight"] < BOUND
-
-
-def test_megatron_core_doubles_the_gradient_of_the_query_norm(computed):
-    """This defect is why MLATransformerConfig rejects qk_layernorm: without sequence parallelism the gradient is summed
-    twice.
-    """
-    alone, ranks = computed
-    case = ("stock", "pairs")
-    torch.testing.assert_close(
-        ranks[0][case, False]["q_layernorm.weight"], 2 * alone[case, False]["q_layernorm.weight"], rtol=1e-4, atol=1e-5
-    )
-    assert differences(alone[case, False], ranks[0][case, True])["q_layernorm.weight"] < BOUND
-    with pytest.raises(AssertionError, match="qk_layernorm"):
-        mla.MLATransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, qk_layernorm=True)

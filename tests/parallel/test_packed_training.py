@@ -93,10 +93,7 @@ def computed(request, tmp_path_factory) -> Computed:
             first=SAVED_AT + 1,
             resume=stopped.out_dir / f"checkpoint-{SAVED_AT}",
         )
-    results = {}
-    for num_processes, chosen in jobs.items():
-        results |= zip(chosen, parity.run(num_processes, list(chosen.values())), strict=True)
-    return Computed(models, results)
+    return Computed(models, parity.run_each(jobs))
 
 
 def assert_within(differences: dict[str, float]) -> None:

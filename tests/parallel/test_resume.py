@@ -157,12 +157,7 @@ def trained(request, tmp_path_factory) -> Trained:
             (SAVED_AT + 1, LAST),
             resume=stopped.out_dir / f"checkpoint-{SAVED_AT}",
         )
-    results: dict[Any, Result] = {}
-    for num_processes, chosen in first.items():
-        results |= zip(chosen, parity.run(num_processes, list(chosen.values())), strict=True)
-    resumed: dict[Pair, Result] = {}
-    for num_processes, chosen in then.items():
-        resumed |= zip(chosen, parity.run(num_processes, list(chosen.values())), strict=True)
+    results, resumed = parity.run_each(first), parity.run_each(then)
     return Trained(root, models, resumed, {key: one for key, one in results.items() if isinstance(key, tuple)})
 
 

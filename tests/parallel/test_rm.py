@@ -1,19 +1,18 @@
 """Test `megatron rm` with several layouts against one process."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from swiftlite.args.commands import RmArgs
 from tests.parallel.parity import OPTIONS, SIZES
-from tests.parallel.runs import metrics_of, run_all, start
+from tests.parallel.runs import CP2, EP2, PP2, TP2, check_layouts
+from tests.tiers import some_of
 from tests.train.reward_models import make_reward_model, write_rows
 
 pytestmark = pytest.mark.gloo
 
 LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 4, "lr": 1e-2}
-TP2 = {"tensor_model_parallel_size": 2}
 CENTERED = {"center_rewards_coefficient": 0.05}
 # By what is trained (a family and options): the layouts that are to have the numbers of one process.
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,13 +23,13 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("full", "TP2"): TP2,
     ("full", "TP2+SP"): TP2 | {"sequence_parallel": True},
-    ("full", "PP2, packed"): {"pipeline_model_parallel_size": 2, "padding_free": True},
-    ("full", "CP2"): {"context_parallel_size": 2},
-    ("full", "CP2, packed"): {"context_parallel_size": 2, "padding_free": True},
+    ("full", "PP2, packed"): PP2 | {"padding_free": True},
+    ("full", "CP2"): CP2,
+    ("full", "CP2, packed"): CP2 | {"padding_free": True},
     ("full", "DP2, micro-batches of 1"): {"micro_batch_size": 1, "use_distributed_optimizer": True},
     ("lora", "TP2+SP, packed"): TP2 | {"sequence_parallel": True, "padding_free": True},
-    ("lora", "PP2"): {"pipeline_model_parallel_size": 2},
-    ("experts", "EP2"): {"expert_model_parallel_size": 2},
+    ("lora", "PP2"): PP2,
+    ("experts", "EP2"): EP2,
 }
 
 
@@ -38,12 +37,9 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
 CHOSEN = {name: LAYOUTS[name] for name in (("full", "CP2, packed"), ("lora", "PP2"))}
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [pytest.param(CHOSEN, id="chosen"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("layouts", some_of([CHOSEN, LAYOUTS], CHOSEN), ids=["chosen", "all"])
 def test_a_layout_changes_no_number(tmp_path, layouts):
-    alone, divided = {}, {}
+    alone = {}
     usual: dict[str, Any] = OPTIONS | {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 2}
     del usual["mtp_loss_scaling_factor"]
     for what in dict.fromkeys(what for what, _ in layouts):
@@ -58,13 +54,5 @@ def test_a_layout_changes_no_number(tmp_path, layouts):
             report_to=[],
             **(usual | options),
         )
-    for (what, name), layout in layouts.items():
-        divided[what, name] = replace(alone[what], output_dir=str(tmp_path / f"{what}-{name}"), **layout)
-    start(1, run_all, list(alone.values()), 1)
-    start(2, run_all, list(divided.values()), 2)
-    for (what, name), args in divided.items():
-        expected = metrics_of(alone[what])
-        assert len(expected) == 3
-        for step, (one, many) in enumerate(zip(expected, metrics_of(args), strict=True)):
-            # Float32 sums in another order, on scores of about 1.
-            assert many == pytest.approx(one, rel=2e-4, abs=2e-5), f"{what} {name}, step {step + 1}"
+    expected = check_layouts(alone, layouts, {"rel": 2e-4, "abs": 2e-5})  # float32 sums in another order, scores near 1
+    assert all(len(lines) == 3 for lines in expected.values())

@@ -93,9 +93,7 @@ def computed(request, tmp_path_factory) -> dict[tuple[str, str], Result]:
         jobs[1][family, "trunk"] = make_job(hf_dir, root / f"{family} trunk alone")
         job = make_job(hf_dir, root / f"{family} trunk {name}", **case.options)
         jobs[case.num_processes][family, f"trunk {name}"] = job
-    results = {}
-    for num_processes, of_processes in jobs.items():
-        results |= dict(zip(of_processes, parity.run(num_processes, list(of_processes.values())), strict=True))
+    results = parity.run_each(jobs)
     sources = {(family, "source"): root / family for family in chosen}
     sources |= {(family, "source of trunk"): root / f"{family} trunk" for family, _ in trunks}
     return {**results, **sources}
@@ -113,18 +111,15 @@ PIPELINED."""
 @pytest.mark.parametrize(("family", "name"), some_of([*LAYOUTS, *(("qwen3_5", name) for name in BATCHED)], *DAILY))
 def test_a_layout_computes_what_one_process_does(computed, family, name):
     source = per_expert(load_file(computed[family, "source"] / "model.safetensors"))
-    differences = parity.compare(computed[family, "alone"], computed[family, name], source)
-    bounds = bounds_of(family)
-    assert {key: value for key, value in differences.items() if value > bounds[key]} == {}
+    assert parity.beyond(computed[family, "alone"], computed[family, name], source, bounds_of(family)) == {}
 
 
 @pytest.mark.parametrize(("trunk", "name"), all_but(PIPELINED, PIPELINED[0]))
 def test_pipeline_stages_compute_what_one_process_does(computed, trunk, name):
     """`trunk` is the family."""
     source = load_file(computed[trunk, "source of trunk"] / "model.safetensors")
-    differences = parity.compare(computed[trunk, "trunk"], computed[trunk, f"trunk {name}"], source)
-    bounds = bounds_of(trunk)
-    assert {key: value for key, value in differences.items() if value > bounds[key]} == {}
+    one, other = computed[trunk, "trunk"], computed[trunk, f"trunk {name}"]
+    assert parity.beyond(one, other, source, bounds_of(trunk)) == {}
 
 
 @pytest.mark.parametrize(

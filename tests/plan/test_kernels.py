@@ -77,12 +77,7 @@ TE = {"transformer_impl": "transformer_engine"}
             True,
             Kernels("transformer_engine", "te", True, True),
         ),
-        (
-            {"attention_backend": "flash4"},
-            NEWER,
-            False,
-            Kernels("local", "torch_varlen", True, True, flash_impl="FA4"),
-        ),
+        ({"attention_backend": "flash4"}, NEWER, False, Kernels("local", "torch_varlen", True, True, flash_impl="FA4")),
         (
             {"fp8_format": "hybrid", "num_layers_at_start_in_bf16": 2},
             CPU,

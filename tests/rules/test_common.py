@@ -24,11 +24,7 @@ from tests.rules.good import BENCH, DEPLOY, EXPORT, INFER, REGENERATE, SFT, chan
         ({"model": "plain/x"}, "--model plain/x", "--model plain/x@main"),
         ({"model": "MS:Qwen/Qwen3-8B"}, "--model MS:Qwen/Qwen3-8B", "ms:Qwen/Qwen3-8B"),
         ({"model": "plain/config.json"}, "--model plain/config.json", "--model plain"),
-        (
-            {"model": "run"},
-            "--model run",
-            "export --to_hf --model run",
-        ),
+        ({"model": "run"}, "--model run", "export --to_hf --model run"),
         ({"model": "run/checkpoint-5"}, "--model run/checkpoint-5", "export --to_hf"),
         ({"model": "run/source"}, "--model run/source *.safetensors", ""),
         ({"model": "."}, "--model . config.json", ""),
@@ -103,15 +99,7 @@ def test_a_size_that_config_json_lacks_is_named_with_the_option(here):
     assert any(mentions(problem, "--model plain/config.json hidden_size") for problem, _ in problems_of(SFT))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "JSON"),
-        ("[]", "JSON"),
-        ("{}", "JSON"),
-        (None, "config.json"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [("{", "JSON"), ("[]", "JSON"), ("{}", "JSON"), (None, "config.json")])
 def test_broken_config_json(here, text, message):
     path = Path("plain/config.json")
     path.unlink() if text is None else path.write_text(text)

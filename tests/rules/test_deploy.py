@@ -28,16 +28,8 @@ def test_good_options_pass_without_a_note(here, args):
         ({"model": "run"}, "--model run", "export --to_hf"),
         ({"port": 0}, "--port 0 1 65535", ""),
         ({"vllm_engine_kwargs": {}}, "--vllm_engine_kwargs --infer_backend sglang", "--infer_backend vllm"),
-        (
-            {"model": "plain", "speculative": "mtp"},
-            "--speculative mtp plain/config.json",
-            "",
-        ),
-        (
-            {"model": "plain", "num_speculative_tokens": 1},
-            "--num_speculative_tokens plain/config.json",
-            "",
-        ),
+        ({"model": "plain", "speculative": "mtp"}, "--speculative mtp plain/config.json", ""),
+        ({"model": "plain", "num_speculative_tokens": 1}, "--num_speculative_tokens plain/config.json", ""),
         ({"speculative": "none", "num_speculative_tokens": 1}, "--num_speculative_tokens --speculative none", ""),
         ({"speculative": "mtp,ngram"}, "--speculative mtp,ngram --infer_backend sglang", "--infer_backend vllm"),
         ({"speculative": "ngram"}, "--speculative ngram --infer_backend sglang", "--infer_backend llamacpp"),

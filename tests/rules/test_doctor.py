@@ -8,13 +8,7 @@ from tests.messages import mention_each, mentions
 from tests.rules.good import problems_of
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        DoctorArgs(),
-        DoctorArgs(model="plain"),
-    ],
-)
+@pytest.mark.parametrize("args", [DoctorArgs(), DoctorArgs(model="plain")])
 def test_good_options_pass_without_a_note(here, args):
     assert rules.check(args) == []
 

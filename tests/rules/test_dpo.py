@@ -34,11 +34,7 @@ def test_good_options_pass(here, args, world_size):
 @pytest.mark.parametrize(
     ("args", "problem", "hint"),
     [
-        (
-            replace(DPO, loss_scale="all"),
-            "--loss_scale megatron dpo",
-            "--loss_scale",
-        ),
+        (replace(DPO, loss_scale="all"), "--loss_scale megatron dpo", "--loss_scale"),
         (replace(DPO, streaming=True), "--streaming megatron dpo", "--streaming"),
         (
             replace(DPO, sequence_packing_scheduler="dp_balanced", packing=True, packing_length=4096),
@@ -51,24 +47,12 @@ def test_good_options_pass(here, args, world_size):
             "",
         ),
         (replace(DPO, model="mtp2", mtp_mode="heads_only"), "--mtp_mode heads_only megatron sft", "--mtp_mode"),
-        (
-            replace(DPO, packing=True),
-            "2048 --max_length",
-            "--packing_length 4096",
-        ),
-        (
-            replace(DPO, model="vocab"),
-            "",
-            "--draft_vocab 0 megatron sft",
-        ),
+        (replace(DPO, packing=True), "2048 --max_length", "--packing_length 4096"),
+        (replace(DPO, model="vocab"), "", "--draft_vocab 0 megatron sft"),
         (replace(DPO, label_smoothing=0.5), "--label_smoothing 0.5", ""),
         (replace(DPO, beta=0.0), "--beta 0.0", ""),
         (replace(DPO, ref_model="plian"), "--ref_model plian config.json", "plain"),
-        (
-            replace(DPO, ref_pipeline_model_parallel_size=2),
-            "--ref_pipeline_model_parallel_size 2 1",
-            "",
-        ),
+        (replace(DPO, ref_pipeline_model_parallel_size=2), "--ref_pipeline_model_parallel_size 2 1", ""),
     ],
 )
 def test_what_cannot_be_is_named(here, args, problem, hint):

@@ -34,11 +34,7 @@ def test_good_options_pass_without_a_note(here):
         ({"output_dir": ""}, "--output_dir", "--output_dir evaluation"),
         ({"output_dir": "val.jsonl"}, "--output_dir val.jsonl", ""),
         ({"draft_confidence": [0.5]}, "--draft_confidence 0.5 --infer_backend none", "--infer_backend transformers"),
-        (
-            {"draft_confidence": [0.5, 2.0], "infer_backend": "transformers"},
-            "--draft_confidence 2",
-            "",
-        ),
+        ({"draft_confidence": [0.5, 2.0], "infer_backend": "transformers"}, "--draft_confidence 2", ""),
         ({"max_prompts": 0}, "--max_prompts 0 1", ""),
         ({"acceptance_json": "val.jsonl"}, "--acceptance_json --infer_backend", "--infer_backend vllm"),
         (

@@ -92,8 +92,7 @@ UNROLLED = HEADS | {"mtp_unroll": 3}
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [(UNROLLED, "--mtp_unroll 3"), (HEADS | {"mtp_features": [0, 1, 2]}, "--mtp_features")],
+    ("options", "named"), [(UNROLLED, "--mtp_unroll 3"), (HEADS | {"mtp_features": [0, 1, 2]}, "--mtp_features")]
 )
 def test_drafts_that_do_not_select(sparse, options, named):
     args = replace(SFT, **LONG, **options)

@@ -13,14 +13,7 @@ from tests.messages import mention_each, mentions
 from tests.rules.good import CHAIN, INFER, problems_of
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        INFER,
-        dataclasses.replace(INFER, speculative="none"),
-        InferArgs(model="plain"),
-    ],
-)
+@pytest.mark.parametrize("args", [INFER, dataclasses.replace(INFER, speculative="none"), InferArgs(model="plain")])
 def test_good_options_pass_without_a_note(here, args):
     assert rules.check(args) == []
 
@@ -36,25 +29,13 @@ def test_drafts_from_the_text_need_no_heads(here, monkeypatch):
         ({"model": "run"}, "--model run", "export --to_hf"),
         ({"model": "plain"}, "--speculative mtp plain/config.json", "megatron sft"),
         ({"val_dataset": ["vall.jsonl"]}, "--val_dataset vall.jsonl", "val.jsonl"),
-        (
-            {"speculative": "none", "num_speculative_tokens": 2},
-            "--num_speculative_tokens 2",
-            "--speculative mtp",
-        ),
-        (
-            {"speculative": "none", "draft_confidence": 0.5},
-            "--draft_confidence 0.5",
-            "--speculative mtp",
-        ),
+        ({"speculative": "none", "num_speculative_tokens": 2}, "--num_speculative_tokens 2", "--speculative mtp"),
+        ({"speculative": "none", "draft_confidence": 0.5}, "--draft_confidence 0.5", "--speculative mtp"),
         ({"speculative": "none", "compare": True}, "--compare", "--speculative mtp"),
         ({"compare": True, "val_dataset": []}, "--compare", "--val_dataset FILE"),
         ({"num_speculative_tokens": 0}, "--num_speculative_tokens 0 1", ""),
         ({"top_p": 0.0}, "--top_p 0.0 0 1", ""),
-        (
-            {"vllm_engine_kwargs": {"a": 1}},
-            "--vllm_engine_kwargs --infer_backend transformers",
-            "--infer_backend vllm",
-        ),
+        ({"vllm_engine_kwargs": {"a": 1}}, "--vllm_engine_kwargs --infer_backend transformers", "--infer_backend vllm"),
         (
             {"vllm_speculative_config": {}},
             "--vllm_speculative_config --infer_backend transformers",
@@ -145,10 +126,7 @@ def test_infer_two_answers_for_the_draft_length(here):
 @pytest.mark.parametrize(
     ("args", "note"),
     [
-        (
-            dataclasses.replace(INFER, max_batch_size=4),
-            "--max_batch_size 4 transformers",
-        ),
+        (dataclasses.replace(INFER, max_batch_size=4), "--max_batch_size 4 transformers"),
         (
             dataclasses.replace(INFER, max_model_len=513),
             "--max_model_len 513 max_position_embeddings 512 mtp2/config.json",

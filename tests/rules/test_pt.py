@@ -34,11 +34,7 @@ def test_good_options_pass(here):
             "--sft_mock_dataset_config_json megatron pt",
             "--sft_mock_dataset_config_json",
         ),
-        (
-            replace(SFT, truncation_strategy="split"),
-            "--truncation_strategy split",
-            "megatron pt",
-        ),
+        (replace(SFT, truncation_strategy="split"), "--truncation_strategy split", "megatron pt"),
     ],
 )
 def test_problems(here, args, problem, hint):

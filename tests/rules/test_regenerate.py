@@ -51,10 +51,7 @@ def test_regenerate(here, change, problem, hint):
 
 @pytest.mark.parametrize(
     ("change", "note"),
-    [
-        ({"max_batch_size": 4}, "--max_batch_size 4 transformers"),
-        ({"top_p": 0.5}, "--top_p 0.5 --temperature 0"),
-    ],
+    [({"max_batch_size": 4}, "--max_batch_size 4 transformers"), ({"top_p": 0.5}, "--top_p 0.5 --temperature 0")],
 )
 def test_a_setting_without_effect_is_noted(here, change, note):
     assert mention_each(rules.check(dataclasses.replace(REGENERATE, **change)), [note])

@@ -54,12 +54,7 @@ def test_min_lr_is_below_the_default_of_quantized_models(here):
 
 @pytest.mark.parametrize(
     ("batch", "micro", "world_size", "hint"),
-    [
-        (16, 1, 6, "12 18 24"),
-        (4, 1, 6, "6 12 18"),
-        (5, 2, 1, "4 6 8"),
-        (13, 4, 2, "8 16 24"),
-    ],
+    [(16, 1, 6, "12 18 24"), (4, 1, 6, "6 12 18"), (5, 2, 1, "4 6 8"), (13, 4, 2, "8 16 24")],
 )
 def test_global_batch_size_names_near_sizes(here, batch, micro, world_size, hint):
     args = dataclasses.replace(SFT, global_batch_size=batch, micro_batch_size=micro)
@@ -190,26 +185,11 @@ def test_all_problems_come_together(here):
             dataclasses.replace(SFT, val_dataset=["val.jsonl"], split_dataset_ratio=0.1),
             "--split_dataset_ratio 0.1 --val_dataset",
         ),
-        (
-            dataclasses.replace(SFT, train_iters=3, num_train_epochs=2.0),
-            "--num_train_epochs 2.0 --train_iters",
-        ),
-        (
-            dataclasses.replace(SFT, lr_decay_style="constant", min_lr=0.0),
-            "--min_lr 0.0 --lr_decay_style constant",
-        ),
-        (
-            dataclasses.replace(SFT, mtp_loss_scaling_factor=0.3),
-            "--mtp_loss_scaling_factor 0.3",
-        ),
-        (
-            dataclasses.replace(SFT, mtp_unroll=3),
-            "--mtp_unroll 3",
-        ),
-        (
-            dataclasses.replace(SFT, model="mtp2", mtp_unroll_beta=0.5),
-            "--mtp_unroll_beta 0.5 --mtp_unroll 1",
-        ),
+        (dataclasses.replace(SFT, train_iters=3, num_train_epochs=2.0), "--num_train_epochs 2.0 --train_iters"),
+        (dataclasses.replace(SFT, lr_decay_style="constant", min_lr=0.0), "--min_lr 0.0 --lr_decay_style constant"),
+        (dataclasses.replace(SFT, mtp_loss_scaling_factor=0.3), "--mtp_loss_scaling_factor 0.3"),
+        (dataclasses.replace(SFT, mtp_unroll=3), "--mtp_unroll 3"),
+        (dataclasses.replace(SFT, model="mtp2", mtp_unroll_beta=0.5), "--mtp_unroll_beta 0.5 --mtp_unroll 1"),
         (
             dataclasses.replace(SFT, model="mtp2", mtp_unroll_weights="joint"),
             "--mtp_unroll_weights joint --mtp_unroll 1",
@@ -220,30 +200,18 @@ def test_all_problems_come_together(here):
             ),
             "--mtp_unroll_beta 0.5 --mtp_unroll_weights joint",
         ),
-        (
-            dataclasses.replace(SFT, mtp_loss="tv"),
-            "--mtp_loss tv",
-        ),
-        (
-            dataclasses.replace(SFT, mtp_clip_grad=0.5),
-            "--mtp_clip_grad 0.5",
-        ),
+        (dataclasses.replace(SFT, mtp_loss="tv"), "--mtp_loss tv"),
+        (dataclasses.replace(SFT, mtp_clip_grad=0.5), "--mtp_clip_grad 0.5"),
         (
             dataclasses.replace(SFT, model="mtp2", mtp_num_layers=0, mtp_init="random"),
             "--mtp_init random --mtp_num_layers 0",
         ),
-        (
-            dataclasses.replace(SFT, split_dataset_ratio=0, eval_steps=5),
-            "--eval_steps 5 --split_dataset_ratio 0",
-        ),
+        (dataclasses.replace(SFT, split_dataset_ratio=0, eval_steps=5), "--eval_steps 5 --split_dataset_ratio 0"),
         (
             dataclasses.replace(SFT, model="mtp2", acceptance_samples=0, acceptance_max_new_tokens=5),
             "--acceptance_max_new_tokens 5 --acceptance_samples 0",
         ),
-        (
-            dataclasses.replace(SFT, val_dataset=["./train.jsonl#1"]),
-            "./train.jsonl#1 --dataset --val_dataset",
-        ),
+        (dataclasses.replace(SFT, val_dataset=["./train.jsonl#1"]), "./train.jsonl#1 --dataset --val_dataset"),
         (
             dataclasses.replace(SFT, ddp_bucket_size=1000, overlap_grad_reduce=False),
             "--ddp_bucket_size 1000 --overlap_grad_reduce",
@@ -285,10 +253,7 @@ FP8 = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"num_layers_at_start_in_bf16": 9},
-            "--num_layers_at_start_in_bf16 9 2",
-        ),
+        ({"num_layers_at_start_in_bf16": 9}, "--num_layers_at_start_in_bf16 9 2"),
         ({}, "--fp8_format hybrid 2 1 bfloat16"),
         ({"num_layers_at_start_in_bf16": 0, "fp8_recipe": "mxfp8"}, "--fp8_format hybrid 32"),
     ],

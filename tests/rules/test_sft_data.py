@@ -31,11 +31,7 @@ MOCK = {
         ({"dataset": ["."]}, "--dataset .", "train.jsonl val.jsonl"),
         ({"dataset": ["plain"]}, "--dataset plain", "config.json"),
         ({"dataset": ["plain/model.safetensors"]}, "plain/model.safetensors .jsonl .json .parquet .csv .txt", "JSON"),
-        (
-            {"dataset": ["run/alpaca"]},
-            "--dataset run/alpaca",
-            "--dataset run/alpaca@main",
-        ),
+        ({"dataset": ["run/alpaca"]}, "--dataset run/alpaca", "--dataset run/alpaca@main"),
         ({"val_dataset": ["vla.jsonl"]}, "--val_dataset vla.jsonl", "val.jsonl"),
     ],
 )
@@ -91,50 +87,26 @@ def test_good_options_pass_without_a_note(here, change):
             "--max_length 2048 --packing_length 1024",
             "--packing_length 2048 --max_length 1024",
         ),
-        (
-            {"streaming": True, "train_iters": 3},
-            "--streaming --packing",
-            "--packing",
-        ),
-        (
-            {"streaming": True, "packing": True},
-            "--streaming --train_iters",
-            "--train_iters N",
-        ),
+        ({"streaming": True, "train_iters": 3}, "--streaming --packing", "--packing"),
+        ({"streaming": True, "packing": True}, "--streaming --train_iters", "--train_iters N"),
         ({"media_root": "nowhere"}, "--media_root nowhere", ""),
         ({"media_root": ""}, "--media_root", ""),
         ({"media_root": "train.jsonl"}, "--media_root train.jsonl", ""),
         ({"min_pixels": 6, "max_pixels": 5}, "--min_pixels 6 --max_pixels 5", "--min_pixels 5"),
-        (
-            {"interleave_prob": [0.5, 0.5]},
-            "--interleave_prob 0.5 2 1 --dataset",
-            "--interleave_prob 0.7 0.3",
-        ),
+        ({"interleave_prob": [0.5, 0.5]}, "--interleave_prob 0.5 2 1 --dataset", "--interleave_prob 0.7 0.3"),
         (
             {"interleave_prob": [1.0], "dataset": ["train.jsonl"]},
             "--interleave_prob 1 --dataset",
             "--interleave_prob 0.7 0.3",
         ),
-        (
-            {"interleave_prob": [1.0, 0.0], "dataset": ["train.jsonl", "val.jsonl"]},
-            "--interleave_prob 1 0",
-            "",
-        ),
-        (
-            {"interleave_prob": [1.0, 1.0], "dataset": ["train.jsonl", "train.jsonl"]},
-            "--interleave_prob --dataset",
-            "",
-        ),
+        ({"interleave_prob": [1.0, 0.0], "dataset": ["train.jsonl", "val.jsonl"]}, "--interleave_prob 1 0", ""),
+        ({"interleave_prob": [1.0, 1.0], "dataset": ["train.jsonl", "train.jsonl"]}, "--interleave_prob --dataset", ""),
         (
             {"interleave_prob": [1.0, 1.0], "dataset": [], "sft_mock_dataset_config_json": MOCK},
             "--interleave_prob --sft_mock_dataset_config_json",
             "--interleave_prob",
         ),
-        (
-            {"sft_mock_dataset_config_json": MOCK},
-            "--dataset --sft_mock_dataset_config_json",
-            "",
-        ),
+        ({"sft_mock_dataset_config_json": MOCK}, "--dataset --sft_mock_dataset_config_json", ""),
         (
             {"sft_mock_dataset_config_json": MOCK, "dataset": [], "max_length": 512},
             "--sft_mock_dataset_config_json 2048 --max_length 512",
@@ -179,10 +151,7 @@ def test_resuming_keeps_the_rows(here):
             {"packing": True, "sequence_packing_scheduler": "dp_balanced", "micro_batch_size": 4},
             "--micro_batch_size 4 --packing_length",
         ),
-        (
-            {"packing": True, "streaming": True, "train_iters": 3},
-            "--streaming --val_dataset",
-        ),
+        ({"packing": True, "streaming": True, "train_iters": 3}, "--streaming --val_dataset"),
         ({"streaming_buffer_size": 7}, "--streaming_buffer_size 7 --streaming"),
     ],
 )
@@ -192,10 +161,7 @@ def test_notes(here, change, note):
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [
-        ("train.jsonl#2", "--dataset train.jsonl#2 --streaming"),
-        ("train.csv", "--dataset train.csv --streaming"),
-    ],
+    [("train.jsonl#2", "--dataset train.jsonl#2 --streaming"), ("train.csv", "--dataset train.csv --streaming")],
 )
 def test_a_stream_is_read_row_by_row(here, name, problem):
     Path("train.csv").write_text("query,response\nq,r\n")

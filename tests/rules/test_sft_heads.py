@@ -42,21 +42,9 @@ def test_good_options_pass_without_a_note(here, args):
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),
     [
-        (
-            {"mtp_num_layers": 1},
-            "--mtp_num_layers 1",
-            "--mtp_init fit_last_layer",
-        ),
-        (
-            {"model": "mtp2", "mtp_num_layers": 1},
-            "--mtp_num_layers 1 2",
-            "--mtp_num_layers 2",
-        ),
-        (
-            {"model": "mtp2", "mtp_num_layers": 3},
-            "--mtp_num_layers 3 2",
-            "--mtp_init fit_last_layer",
-        ),
+        ({"mtp_num_layers": 1}, "--mtp_num_layers 1", "--mtp_init fit_last_layer"),
+        ({"model": "mtp2", "mtp_num_layers": 1}, "--mtp_num_layers 1 2", "--mtp_num_layers 2"),
+        ({"model": "mtp2", "mtp_num_layers": 3}, "--mtp_num_layers 3 2", "--mtp_init fit_last_layer"),
         (
             {"mtp_num_layers": 1, "mtp_init": "fit_last_layer", "packing": True, "streaming": True, "train_iters": 9},
             "--mtp_init fit_last_layer --streaming",
@@ -67,26 +55,14 @@ def test_good_options_pass_without_a_note(here, args):
             "--mtp_mode heads_only --mtp_num_layers 0",
             "--mtp_num_layers 1",
         ),
-        (
-            {"model": "mtp2", "mtp_unroll": 3},
-            "--mtp_unroll 3 2",
-            "--mtp_num_layers 1 --mtp_init fit_last_layer",
-        ),
+        ({"model": "mtp2", "mtp_unroll": 3}, "--mtp_unroll 3 2", "--mtp_num_layers 1 --mtp_init fit_last_layer"),
         (
             {"mtp_num_layers": 1, "mtp_init": "random", "mtp_unroll": 3, "mtp_unroll_weights": "joint"},
             "--mtp_unroll_weights joint --mtp_loss ce",
             "--mtp_loss nla kl tv",
         ),
-        (
-            {"mtp_num_layers": 1, "mtp_init": "graft"},
-            "--mtp_init graft",
-            "--mtp_graft_from DIR",
-        ),
-        (
-            {"model": "mtp2", "mtp_graft_from": "mtp2"},
-            "--mtp_graft_from --mtp_init graft",
-            "--mtp_init graft",
-        ),
+        ({"mtp_num_layers": 1, "mtp_init": "graft"}, "--mtp_init graft", "--mtp_graft_from DIR"),
+        ({"model": "mtp2", "mtp_graft_from": "mtp2"}, "--mtp_graft_from --mtp_init graft", "--mtp_init graft"),
         (
             {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "mtp2"},
             "--mtp_graft_from mtp2 2 1",
@@ -97,31 +73,15 @@ def test_good_options_pass_without_a_note(here, args):
             "--mtp_graft_from plain config.json",
             "",
         ),
-        (
-            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "nowhere"},
-            "--mtp_graft_from nowhere",
-            "",
-        ),
-        (
-            {"model": "mtp2", "draft_vocab": 50},
-            "--draft_vocab 50",
-            "--mtp_mode heads_only --draft_vocab 0",
-        ),
-        (
-            {"model": "vocab", "mtp_mode": "heads_only", "mtp_loss": "ce"},
-            "--mtp_loss ce",
-            "--mtp_loss --draft_vocab 0",
-        ),
+        ({"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "nowhere"}, "--mtp_graft_from nowhere", ""),
+        ({"model": "mtp2", "draft_vocab": 50}, "--draft_vocab 50", "--mtp_mode heads_only --draft_vocab 0"),
+        ({"model": "vocab", "mtp_mode": "heads_only", "mtp_loss": "ce"}, "--mtp_loss ce", "--mtp_loss --draft_vocab 0"),
         (
             {"draft_vocab": 50, "mtp_mode": "heads_only", "streaming": True, "packing": True, "train_iters": 9},
             "--draft_vocab 50 --streaming",
             "",
         ),
-        (
-            {"draft_vocab": 120, "mtp_mode": "heads_only"},
-            "--draft_vocab 120",
-            "",
-        ),
+        ({"draft_vocab": 120, "mtp_mode": "heads_only"}, "--draft_vocab 120", ""),
         (
             {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "vocab"},
             "--mtp_graft_from vocab",
@@ -134,11 +94,7 @@ def test_good_options_pass_without_a_note(here, args):
         ),
         ({"mtp_mode": "heads_only", "mtp_init": "graft", "mtp_graft_from": "drafted"}, "drafted eagle3", ""),
         ({"mtp_num_layers": 2, "mtp_init": "graft", "mtp_graft_from": "drafted"}, "drafted eagle3", ""),
-        (
-            {"mtp_init": "random"},
-            "--mtp_init random",
-            "--mtp_num_layers 1 --mtp_init random",
-        ),
+        ({"mtp_init": "random"}, "--mtp_init random", "--mtp_num_layers 1 --mtp_init random"),
     ],
 )
 def test_heads(here, change, problem, hint):
@@ -160,11 +116,7 @@ DRAFTER = {"drafter": "eagle3.1", "mtp_mode": "heads_only"}
         ({"drafter": "dspark", "markov_rank": -1}, "--markov_rank -1 1024", ""),
         ({"drafter": "dflash", "drafter_layers": 33}, "--drafter_layers 33 16", ""),
         (
-            {
-                "drafter": "dspark",
-                "pipeline_model_parallel_size": 3,
-                "pipeline_model_parallel_layout": "Ett|tm|L",
-            },
+            {"drafter": "dspark", "pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Ett|tm|L"},
             "--pipeline_model_parallel_layout Ett|tm|L DSpark",
             "m L",
         ),
@@ -295,17 +247,9 @@ def test_states_of_a_trunk_can_be_kept(here):
         ({"mtp_mode": "joint"}, "", "--mtp_mode heads_only"),
         ({"cache_trunk_states": SFT.output_dir}, "--output_dir", ""),
         ({"pipeline_model_parallel_size": 2}, "", ""),
-        (
-            {"streaming": True, "packing": True, "train_iters": 9},
-            "",
-            "--dataset --streaming",
-        ),
+        ({"streaming": True, "packing": True, "train_iters": 9}, "", "--dataset --streaming"),
         ({"micro_batch_size": 4}, "--micro_batch_size 4", "--packing true"),
-        (
-            {"packing": True, "sequence_packing_scheduler": "dp_balanced"},
-            "--sequence_packing_scheduler",
-            "",
-        ),
+        ({"packing": True, "sequence_packing_scheduler": "dp_balanced"}, "--sequence_packing_scheduler", ""),
         ({"moe_aux_loss_coeff": 0.1}, "", ""),
     ],
 )

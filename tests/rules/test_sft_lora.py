@@ -45,11 +45,7 @@ def test_adapters_stand_beside_transformer_engine_s_layers(here, monkeypatch, co
         ),
         (replace(LORA, lora_rank=64), "--lora_rank 64 hidden_size 48", "--tuner_type full"),
         (replace(LORA, target_modules=[]), "--target_modules", ""),
-        (
-            replace(LORA, target_modules=["query"]),
-            "--target_modules query",
-            "down_proj gate_proj k_proj",
-        ),
+        (replace(LORA, target_modules=["query"]), "--target_modules query", "down_proj gate_proj k_proj"),
         (replace(LORA, target_modules=["lm_head"]), "--target_modules lm_head", "--lora_modules_to_save lm_head"),
         (replace(LORA, lora_modules_to_save=["nrm"]), "--lora_modules_to_save nrm", "embed_tokens"),
         (
@@ -58,16 +54,8 @@ def test_adapters_stand_beside_transformer_engine_s_layers(here, monkeypatch, co
             "input_layernorm",
         ),
         (replace(LORA, lora_modules_to_save=["q_proj"]), "--lora_modules_to_save q_proj", "--target_modules q_proj"),
-        (
-            replace(LORA, mtp_num_layers=1, mtp_init="random", mtp_tuner="lora"),
-            "--mtp_tuner lora",
-            "--mtp_tuner",
-        ),
-        (
-            replace(LORA, model="mtp2", mtp_mode="heads_only", mtp_tuner="full"),
-            "--mtp_mode heads_only",
-            "--tuner_type",
-        ),
+        (replace(LORA, mtp_num_layers=1, mtp_init="random", mtp_tuner="lora"), "--mtp_tuner lora", "--mtp_tuner"),
+        (replace(LORA, model="mtp2", mtp_mode="heads_only", mtp_tuner="full"), "--mtp_mode heads_only", "--tuner_type"),
         (
             replace(LORA, model="mtp2", mtp_mode="heads_only", mtp_tuner="frozen"),
             "--mtp_mode heads_only",

@@ -22,11 +22,7 @@ def having(settings, **changes):
         ({"overlap_p2p_comm_warmup_flush": True}, {}, "virtual"),
         ({"disable_bf16_reduced_precision_matmul": True}, {"torch_dtype": "float32"}, "--torch_dtype float32"),
         ({"reduce_scatter_with_fp32_accumulation": True}, {}, "--use_distributed_optimizer"),
-        (
-            {"reduce_scatter_with_fp32_accumulation": True},
-            {"use_distributed_optimizer": True},
-            "--grad_reduce_in_bf16",
-        ),
+        ({"reduce_scatter_with_fp32_accumulation": True}, {"use_distributed_optimizer": True}, "--grad_reduce_in_bf16"),
         (
             {"pad_buckets_for_high_nccl_busbw": True},
             {"use_distributed_optimizer": False},

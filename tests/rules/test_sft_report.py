@@ -13,11 +13,7 @@ from tests.rules.good import SFT, problems_of
 @pytest.mark.parametrize(
     ("names", "problem", "hint"),
     [
-        (
-            ["tensorbord"],
-            "--report_to tensorbord",
-            "tensorboard",
-        ),
+        (["tensorbord"], "--report_to tensorbord", "tensorboard"),
         (["tensorboard", "none"], "--report_to none", ""),
         (["tensorboard", "tensorboard"], "--report_to tensorboard", ""),
     ],

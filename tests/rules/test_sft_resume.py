@@ -15,10 +15,7 @@ from tests.rules.good import SFT, problems_of
 
 
 @pytest.mark.parametrize(
-    ("change", "problem", "hint"),
-    [
-        ({"output_dir": "run"}, "--output_dir run checkpoint-20", "--resume"),
-    ],
+    ("change", "problem", "hint"), [({"output_dir": "run"}, "--output_dir run checkpoint-20", "--resume")]
 )
 def test_a_run_that_is_there_or_not(here, change, problem, hint):
     problems = problems_of(dataclasses.replace(SFT, **change))
@@ -74,8 +71,7 @@ def test_resume_keeps_what_makes_the_run(here):
     assert rules.check(same) == []
     other = dataclasses.replace(again, mtp_num_layers=0, weight_decay=0.2)
     assert mention_each(
-        [problem for problem, _ in problems_of(other)],
-        ["--resume --mtp_num_layers 0 2", "--resume --weight_decay 0.2"],
+        [problem for problem, _ in problems_of(other)], ["--resume --mtp_num_layers 0 2", "--resume --weight_decay 0.2"]
     )
     assert mention_each(
         [problem for problem, _ in problems_of(dataclasses.replace(again, model="plain"))],
@@ -126,11 +122,7 @@ def test_a_run_of_another_command_is_not_resumed(here, saved):
 
 @pytest.mark.parametrize(
     ("options", "packs_in_advance"),
-    [
-        ({"packing": True}, True),
-        ({"packing": True, "sequence_packing_scheduler": "dp_balanced"}, False),
-        ({}, False),
-    ],
+    [({"packing": True}, True), ({"packing": True, "sequence_packing_scheduler": "dp_balanced"}, False), ({}, False)],
 )
 def test_resume_packs_the_same_rows(here, options, packs_in_advance):
     """megatron-core requires that each sample of a packed row is padded to a multiple of 2 x context_parallel_size."""

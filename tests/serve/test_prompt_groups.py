@@ -46,7 +46,7 @@ def test_metrics_have_the_names_of_vllm():
         "spec_decode_accepted_tokens": 9,
         "spec_decode_per_position_acceptance_rates": [0.6, 0.3],
     }
-    assert has_line(group_table("category", found), "math 3 10 1.90 45.0% 60.0% 30.0%")
+    assert has_line(group_table("", "category", found).text(), "math 3 10 1.90 45.0% 60.0% 30.0%")
 
 
 def test_answers_of_a_server_are_counted_by_group():

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -100,3 +101,40 @@ def log_p(model: Any, sample: Sample) -> tuple[torch.Tensor, int]:
 
 def open_hf(hf_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+
+
+def check_gradients(found: dict[str, torch.Tensor], model: Any, tolerance: float) -> None:
+    """Compare gradients with those of a model of transformers, relative to the largest number of each."""
+    for name, parameter in model.named_parameters():
+        limit = tolerance * float(parameter.grad.abs().max())
+        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=limit, msg=name)
+
+
+def trls_step(
+    method: str, out_dir: Path, rows: list[dict[str, Any]], models: dict[str, Any], tokenizer: Any, **options: Any
+) -> tuple[float, dict[str, float], Any]:
+    """Return loss, metrics and model with gradients of TRL's trainer of a method after one batch of all rows.
+
+    Args:
+        models: the model and, if the method has one, the reference model, by TRL's names.
+        options: options of the trainer.
+    """
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    config = getattr(trl, f"{method}Config")(
+        output_dir=str(out_dir),
+        per_device_train_batch_size=len(rows),
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        max_length=None,
+        **options,
+    )
+    trainer = getattr(trl, f"{method}Trainer")(
+        **models, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    model = trainer.model.train()
+    loss = trainer.compute_loss(model, inputs)
+    loss.backward()
+    return float(loss.detach()), {name: values[-1] for name, values in trainer._metrics["train"].items()}, model

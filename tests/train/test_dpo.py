@@ -23,7 +23,7 @@ from swiftlite.train.methods import reference
 from swiftlite.train.methods.reference import log_probabilities
 from tests.messages import has_line, naming
 from tests.tiny import make_tiny_hf
-from tests.train.pairs import LOSSES, first_step, log_p, open_hf, train, write_pairs
+from tests.train.pairs import LOSSES, check_gradients, first_step, log_p, open_hf, train, write_pairs
 from tests.train.prepared import prepare
 from tests.train.test_sft import metrics
 
@@ -119,9 +119,7 @@ def test_loss_and_gradients_are_those_of_the_formula(options, mesh, hf_dir, ref_
     # Sums of float32 over log-probabilities of about 100, in another order.
     assert ours["loss"] == pytest.approx(float(loss.detach()), rel=2e-5)
     assert ours["rewards/chosen"] == pytest.approx(sum(rewards) / len(rewards), rel=2e-5, abs=1e-5)
-    for name, parameter in model.named_parameters():
-        largest = float(parameter.grad.abs().max())
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=name)
+    check_gradients(gradients, model, 1e-4)
 
 
 def reference_of(pair: Sample) -> list[float]:

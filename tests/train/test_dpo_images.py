@@ -20,11 +20,10 @@ from tests.images import SampleRow, VisionReference, make_vision_hf_with_tokeniz
 from tests.messages import naming
 from tests.tiers import some_of
 from tests.tiny import per_expert
-from tests.train.pairs import LOSSES, first_step, train
+from tests.train.pairs import LOSSES, first_step
 from tests.train.prepared import prepare
 from tests.train.test_dpo import formula
-from tests.train.test_image_runs import changed_parts, export, weights
-from tests.train.test_sft import train as train_and_measure
+from tests.train.test_image_runs import weights
 
 NUM_ROWS = 9
 TRAINED: dict[str, Any] = {"freeze_vit": False, "freeze_aligner": False}
@@ -206,20 +205,6 @@ def test_kto_is_that_of_transformers(options, mesh, models, family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
-@pytest.mark.parametrize(
-    ("more", "trained"),
-    [
-        pytest.param({"tuner_type": "lora", "lora_rank": 4}, {"trunk", "heads"}, marks=pytest.mark.slow),
-        ({"freeze_llm": True, "freeze_aligner": False, "aligner_lr": 1e-3, **RATED}, {"aligner", "heads"}),
-    ],
-    ids=["lora", "aligner, kto"],
-)
-def test_the_parts_that_the_options_name_are_trained(options, mesh, models, more, trained):
-    run = train(options(ref_model=None, train_iters=1, **more), mesh)
-    assert changed_parts(weights(models[0]), export(run, mesh)) == trained
-
-
-@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
 def test_stored_log_probabilities_belong_to_images(options, mesh, tmp_path):
     """Pairs with equal tokens and other images are other pairs."""
     cache = {"ref_logprobs_cache": str(tmp_path / "cache")}
@@ -260,12 +245,3 @@ def test_a_reference_that_divides_images_otherwise_is_refused(options, mesh, mod
     (reference / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=naming(f"--ref_model {reference} --model")):
         prepare(options(ref_model=str(reference)), mesh)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
-@pytest.mark.slow
-def test_acceptance_has_prompts_with_images(options, mesh):
-    held_out = {"split_dataset_ratio": 0.4, "acceptance_samples": 4, "acceptance_max_new_tokens": 4}
-    run = train_and_measure(options(global_batch_size=3, train_iters=1, **held_out), mesh)
-    acceptance = json.loads((run / "acceptance.json").read_text())
-    assert "images" in acceptance["after"]["generated_by_channel"]

@@ -13,7 +13,7 @@ from swiftlite.data.sample import Sample
 from tests.tiers import some_of
 from tests.train.completions import first_step
 from tests.train.distilled import gkd_options, make_models, samples_of_step, store
-from tests.train.pairs import open_hf
+from tests.train.pairs import check_gradients, open_hf
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,4 @@ def test_a_step_is_trls(models, mesh, tmp_path, name):
     assert loss > 0.1
     # Sums of float32 in another order.
     assert metrics["loss"] == pytest.approx(loss, rel=2e-5)
-    for each, parameter in hf_model.named_parameters():
-        assert parameter.grad is not None
-        largest = float(parameter.grad.abs().max())
-        torch.testing.assert_close(gradients[each], parameter.grad, rtol=0, atol=2e-5 * largest, msg=each)
+    check_gradients(gradients, hf_model, 2e-5)

@@ -17,7 +17,7 @@ from swiftlite.rollouts.generation import Generation
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 from tests.train.completions import first_step, hf_log_p, log_p_of, make_teacher, metrics, policy_options, store, train
-from tests.train.pairs import open_hf
+from tests.train.pairs import check_gradients, open_hf
 from tests.train.prepared import prepare
 
 EXACT: dict[str, Any] = {"rel": 2e-5, "abs": 2e-6}
@@ -63,9 +63,7 @@ def test_pure_distillation_has_the_gradient_of_the_reverse_kl(options, mesh, hf_
     assert ours["teacher_kl"] == pytest.approx(-float(difference.mean()), **EXACT)
     assert ours["teacher_kl"] > 0
     assert not [name for name in ours if "reward" in name]
-    for name, parameter in model.named_parameters():
-        largest = float(parameter.grad.abs().max())
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=2e-5 * largest, msg=name)
+    check_gradients(gradients, model, 2e-5)
 
 
 def test_stored_numbers_of_the_teacher_are_used(options, mesh, tmp_path, teacher_dir):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from swiftlite.base.errors import UserError
 from swiftlite.data.packing.sampler import Sampler
@@ -15,7 +14,7 @@ from swiftlite.report.run_page import write_run_page
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
-from tests.train.pairs import RATED, first_step, open_hf, train, write_rated
+from tests.train.pairs import RATED, check_gradients, first_step, open_hf, train, trls_step, write_rated
 from tests.train.prepared import prepare
 from tests.train.test_dpo import options, ref_dir  # noqa: F401, fixtures
 from tests.train.test_sft import metrics
@@ -43,7 +42,6 @@ def in_order_of_mismatches(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path) -> tuple[float, dict[str, float], Any]:  # noqa: F811
     """Return TRL's loss, metrics and model with gradients after one batch of all rows."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     tokenizer = load_tokenizer(hf_dir)
     template = ChatTemplate(tokenizer)
     rows = []
@@ -51,28 +49,8 @@ def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path) -> tuple[float, dict[
         # Texts, to which TRL adds the end-of-turn token; of conversations it would score the newline behind that too.
         prompt = tokenizer.decode(template.encode_prompt(row["prompt"]))
         rows.append({"prompt": prompt, "completion": row["completion"][0]["content"], "label": row["label"]})
-    config = trl.KTOConfig(
-        output_dir=str(out_dir),
-        per_device_train_batch_size=len(rows),
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        max_length=None,
-        **WEIGHTS,
-    )
-    trainer = trl.KTOTrainer(
-        model=open_hf(hf_dir),
-        ref_model=open_hf(ref_dir),
-        args=config,
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    inputs = next(iter(trainer.get_train_dataloader()))
-    model = trainer.model.train()
-    loss = trainer.compute_loss(model, inputs)
-    loss.backward()
-    return float(loss.detach()), {name: values[-1] for name, values in trainer._metrics["train"].items()}, model
+    models = {"model": open_hf(hf_dir), "ref_model": open_hf(ref_dir)}
+    return trls_step("KTO", out_dir, rows, models, tokenizer, **WEIGHTS)
 
 
 def test_a_step_is_trls(rated, mesh, tmp_path, hf_dir, ref_dir):  # noqa: F811
@@ -86,9 +64,7 @@ def test_a_step_is_trls(rated, mesh, tmp_path, hf_dir, ref_dir):  # noqa: F811
     assert ours["loss"] == pytest.approx(loss, rel=2e-5)
     for name in [name for name in ours if name.startswith(("kl", "rewards/", "logps/"))]:
         assert ours[name] == pytest.approx(metrics[name], rel=5e-5, abs=2e-5), name
-    for name, parameter in model.named_parameters():
-        largest = float(parameter.grad.abs().max())
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=name)
+    check_gradients(gradients, model, 1e-4)
 
 
 def test_heads_learn_from_good_answers_alone(rated, mesh):

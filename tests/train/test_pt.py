@@ -16,7 +16,6 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.train.pairs import open_hf
 from tests.train.prepared import prepare
-from tests.train.test_sft import metrics
 
 
 @pytest.fixture
@@ -78,14 +77,3 @@ def test_packed_documents_learn_as_each_alone(options, mesh):
     prompts = training.make_held_out(run).prompts
     assert [len(prompt) for prompt in prompts] == [48, 48, len(run.data.val[-8]) // 2]  # half of the first piece
     assert prompts[1].text.startswith(inspect.getsource(textwrap)[:20])
-
-
-def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path):
-    together = {"streaming": True, "sequence_packing_scheduler": "dp_balanced", "lr_warmup_fraction": 0.0}
-    together |= {"acceptance_samples": 0}
-    unbroken, _ = train(options(output_dir=str(tmp_path / "unbroken"), **together), mesh)
-    stopped = options(output_dir=str(tmp_path / "stopped"), train_iters=2, **together)
-    train(stopped, mesh)
-    resumed, _ = train(replace(stopped, train_iters=4, resume=True), mesh)
-    steps = [[line for line in metrics(run.output_dir) if "loss" in line] for run in (unbroken, resumed)]
-    assert steps[0] == steps[1]

@@ -5,20 +5,18 @@ from typing import Any
 
 import aiohttp
 
-from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.client import Answer, Event, stream
+from swiftlite.engines.client import Answer, Client, Event, stream
 from swiftlite.engines.engine import Sampling
-from swiftlite.engines.server import metrics
+from swiftlite.engines.llamacpp.info import LLAMACPP
 
 
-class LlamacppClient:
+class LlamacppClient(Client):
     """The `Client` of a llama.cpp server."""
 
+    info = LLAMACPP
+
     def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
-        self._session = session
-        self._sampling = sampling
-        self._num_tokens = num_speculative_tokens
-        self._cached_tokens = 0
+        super().__init__(session, sampling, num_speculative_tokens)
         self._sent: set[tuple[str, tuple[int, ...]]] = set()
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
@@ -34,15 +32,6 @@ class LlamacppClient:
         answer = read_answer(await stream(self._session, "/completion", request))
         self._cached_tokens += answer.cached_tokens
         return answer
-
-    async def draft_counts(self) -> DraftCounts:
-        """Return the draft counts since the start of the server."""
-        async with self._session.get("/metrics", raise_for_status=True) as response:
-            return counts_of(await response.text(), self._num_tokens)
-
-    async def cached_tokens(self) -> int:
-        """Return the number of prompt tokens from the caches of slots since the start of the server."""
-        return self._cached_tokens
 
 
 def request_of(prompt: Sequence[int], sampling: Sampling, seed: int) -> dict[str, Any]:
@@ -70,25 +59,6 @@ def request_of(prompt: Sequence[int], sampling: Sampling, seed: int) -> dict[str
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
         }
     return request
-
-
-def counts_of(text: str, num_speculative_tokens: int) -> DraftCounts:
-    """Return the draft counts in the text of /metrics; zeros if the server does not draft."""
-    found = read_draft_counts(text)
-    if found is None:
-        return DraftCounts(0, 0, (0,) * num_speculative_tokens)
-    # Positions without an accepted draft are missing.
-    missing = num_speculative_tokens - len(found.accepted_per_position)
-    return DraftCounts(found.drafts, found.drafted, (*found.accepted_per_position, *(0,) * missing))
-
-
-def read_draft_counts(text: str) -> DraftCounts | None:
-    """Return llama.cpp's draft counts from the text of /metrics; None if the server does not draft.
-
-    Raises:
-        ValueError: the text is not in the format of /metrics.
-    """
-    return metrics.read_draft_counts(text, "llamacpp:")
 
 
 def read_answer(events: Sequence[Event]) -> Answer:

@@ -16,7 +16,7 @@ from swiftlite.engines.served_model import fed_otherwise
 from swiftlite.families import dflash
 from swiftlite.families.resolved import HfModel
 from swiftlite.gguf.drafters import DRAFT_ARCHITECTURES, FROM_ANCHOR, check_has_trunk
-from swiftlite.gguf.examine import Examined, examine
+from swiftlite.gguf.examine import Examined, check_drafter, examine
 from swiftlite.gguf.read import keys_of
 from swiftlite.gguf.write import draft_file_of
 
@@ -41,15 +41,16 @@ def _method_of(draft_file: Path) -> str:
 
 def _of_two_files(file: Path, draft_file: Path) -> LoadReport:
     """Return the load report for a trunk and a drafter in a file of its own."""
-    target, draft = examine(file).architecture, _method_of(draft_file)
+    trunk, draft = examine(file), _method_of(draft_file)
     words, problems = program(), []
-    if words is not None:
-        try:
+    try:
+        check_drafter(draft_file, str(file), trunk.hidden)
+        if words is not None:
             load(words, file, draft, draft_file)
-        except UserError as error:
-            problems.append(error.problem)
+    except UserError as error:
+        problems.append(error.problem)
     verdict = "llama.cpp loads both files" if words else "not loaded, because llama.cpp is not installed"
-    return LoadReport(_engine(), target, draft, 1, 1, verdict=verdict, problems=problems)
+    return LoadReport(_engine(), trunk.architecture, draft, 1, 1, verdict=verdict, problems=problems)
 
 
 def report_of(file: Path, model: HfModel | None = None) -> LoadReport:

@@ -12,12 +12,13 @@ from typing import Any
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
-from swiftlite.engines.llamacpp.client import counts_of, request_of
+from swiftlite.engines.llamacpp.client import request_of
 from swiftlite.engines.llamacpp.gguf_file import gguf_options
 from swiftlite.engines.llamacpp.info import LLAMACPP
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.llamacpp.server import SLOTS, draft_numbers, max_length, server_options
+from swiftlite.engines.server.metrics import counts_of
 from swiftlite.engines.server.process import serve
 from swiftlite.engines.server_command import ServerCommand, flags
 
@@ -87,7 +88,7 @@ class LlamacppEngine:
 
     def draft_counts(self) -> DraftCounts:
         """Return the server's counts of steps, drafted and accepted tokens since its start."""
-        return counts_of(self._request("/metrics"), self.num_speculative_tokens)
+        return counts_of(self._request("/metrics"), LLAMACPP.metrics_prefix, self.num_speculative_tokens)
 
     def close(self) -> None:
         """Stop the server."""

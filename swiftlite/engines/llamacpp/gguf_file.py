@@ -32,11 +32,8 @@ def gguf_options(model: HfModel, torch_dtype: str, *, drafts: bool) -> dict[str,
     Raises:
         UserError: llama.cpp does not support the model, or a file cannot be written.
     """
-    if is_gguf(model.name):
-        options = {"model": model.name}
-        if drafts and has_draft_file(model):
-            options["model_draft"] = str(draft_file_of(Path(model.name)))
-        return options
+    if is_gguf(model.name):  # its config.json declares no drafter with a file of its own
+        return {"model": model.name}
     gguf_type = TYPES[torch_dtype]
     file = Path(constants.HF_HOME) / "swiftlite" / "gguf-written" / f"{_identity(model)}-{gguf_type}.gguf"
     _write_once(model, file, gguf_type, write_gguf)

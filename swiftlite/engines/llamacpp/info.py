@@ -2,7 +2,7 @@
 
 from swiftlite.args.serving_fields import LlamacppArgs
 from swiftlite.engines.info import EngineInfo
-from swiftlite.families.serving.llamacpp import KINDS, why_no_drafter
+from swiftlite.families.serving.llamacpp import KINDS
 
 LLAMACPP = EngineInfo(
     name="llamacpp",
@@ -20,7 +20,6 @@ LLAMACPP = EngineInfo(
     server_takes_draft_schedule=False,
     sampling_options=("top_p", "top_k", "min_p", "repetition_penalty"),
     drafters=KINDS,
-    drafter_problem=why_no_drafter,
     joins_ngrams=True,
     drafts_without_heads=True,
     without_draft_vocab=KINDS,
@@ -28,10 +27,10 @@ LLAMACPP = EngineInfo(
     server="swiftlite.engines.llamacpp.server:server_command",
     client="swiftlite.engines.llamacpp.client:LlamacppClient",
     metrics_prefix="llamacpp:",
-    draft_counts="swiftlite.engines.llamacpp.client:read_draft_counts",
+    counts_drafts=True,
     dry_load="swiftlite.engines.llamacpp.dry_load:dry_load",
     file_report="swiftlite.engines.llamacpp.dry_load:report_of",
     command_needs_no_install=True,
     families="swiftlite.families.serving.llamacpp:FAMILIES_RUN",
-    heads_problem="swiftlite.gguf.architectures:why_no_heads",
+    drafting_problem="swiftlite.gguf.drafters:why_no_drafts",
 )

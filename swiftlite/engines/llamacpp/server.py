@@ -23,6 +23,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.llamacpp import KINDS
 from swiftlite.gguf.architectures import metadata_of
 from swiftlite.gguf.drafters import draft_architecture_of
+from swiftlite.gguf.examine import check_drafter
 from swiftlite.hub.name import served_name
 
 LENGTH = 8192
@@ -110,7 +111,7 @@ def server_options(
         draws_drafts: whether drafts are sampled if the temperature is above 0.
 
     Raises:
-        UserError: llama.cpp does not support the model or its heads.
+        UserError: llama.cpp does not support the model or its heads, or the drafter is that of another trunk.
     """
     kind = model.heads.kind
     heads = model.heads.layers if kind == MTP else 0
@@ -149,6 +150,8 @@ def server_options(
             # Sampling of drafts inside of the graph makes steps slower on a CPU.
             options["no_spec_draft_backend_sampling"] = True
     options |= engine_kwargs
+    if draft := options.get("model_draft"):
+        check_drafter(Path(draft), model.name, model.config["hidden_size"])
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -1,4 +1,5 @@
-"""Read draft counters from the text of /metrics. vLLM and llama.cpp have the same counters with different prefixes."""
+"""Read counters from the text of /metrics. Engines have the same counters with different prefixes; all are totals since
+the server started."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,6 +9,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftlite.acceptance.counts import DraftCounts
+
+TOKENS, SECONDS = "generation_tokens_total", "e2e_request_latency_seconds_sum"
+"""Names of the counters of `Throughput`, without the prefix of the engine."""
 
 
 def read_draft_counts(text: str, prefix: str) -> DraftCounts | None:
@@ -33,6 +37,17 @@ def read_draft_counts(text: str, prefix: str) -> DraftCounts | None:
     return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position)
 
 
+def counts_of(text: str, prefix: str, num_tokens: int) -> DraftCounts:
+    """Return the result of `read_draft_counts`, or zeros if the server does not draft.
+
+    Args:
+        num_tokens: number of tokens drafted per step. llama.cpp has no counter for positions without accepted drafts.
+    """
+    zeros = DraftCounts(0, 0, (0,) * num_tokens)
+    found = read_draft_counts(text, prefix)
+    return zeros if found is None else zeros + found
+
+
 @dataclass(frozen=True)
 class Throughput:
     """The tokens that a server has generated since its start, and the time it took.
@@ -50,13 +65,14 @@ class Throughput:
         return Throughput(self.tokens - before.tokens, self.seconds - before.seconds)
 
 
-def read_throughput(text: str, tokens: str, seconds: str) -> Throughput:
-    """Return the throughput of a server since its start.
+def read_throughput(text: str, prefix: str) -> Throughput:
+    """Return the throughput of a server since its start, summed over all its engines.
 
     Args:
-        tokens, seconds: names of the metrics.
+        prefix: `EngineInfo.metrics_prefix`.
     """
-    return Throughput(int(total(text, tokens)), total(text, seconds))
+    tokens, seconds = (total(text, prefix + name) for name in (TOKENS, SECONDS))
+    return Throughput(int(tokens), seconds)
 
 
 def total(text: str, name: str) -> float:

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 import aiohttp
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.client import Answer, Event, stream
+from swiftlite.engines.client import Answer, Client, Event, stream
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.sglang.engine import draft_counts
+from swiftlite.engines.sglang.info import SGLANG
 
 
-class SglangClient:
-    """The `Client` of an SGLang server."""
+class SglangClient(Client):
+    """The `Client` of an SGLang server, whose answers have the counts."""
+
+    info = SGLANG
 
     def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
-        self._session = session
-        self._sampling = sampling
-        self._num_tokens = num_speculative_tokens
+        super().__init__(session, sampling, num_speculative_tokens)
         self._counts = DraftCounts(0, 0, (0,) * num_speculative_tokens)
-        self._cached_tokens = 0
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
         """Complete a prompt; the prefix cache is shared only between prompts with the same salt."""
@@ -44,10 +44,6 @@ class SglangClient:
     async def draft_counts(self) -> DraftCounts:
         """Return the draft counts since the start of the server."""
         return self._counts
-
-    async def cached_tokens(self) -> int:
-        """Return the number of prompt tokens from the prefix cache since the start of the server."""
-        return self._cached_tokens
 
 
 def read_answer(events: Sequence[Event], num_speculative_tokens: int) -> Answer:

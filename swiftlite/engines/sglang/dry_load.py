@@ -16,6 +16,7 @@ from swiftlite.engines.sglang.options import (
     draft_folder,
     draft_model_options,
     is_on_cpu,
+    is_recurrent,
     trunk_problem,
 )
 
@@ -141,8 +142,7 @@ def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
 def _without_snapshots(model: HfModel) -> dict[str, bool]:
     """Return the option without which SGLang refuses models with recurrent layers on a CPU, which cannot keep snapshots
     of their states."""
-    is_recurrent = any(kind.is_recurrent for kind in model.family.architecture(model.config).attentions)
-    return {"disable_radix_cache": True} if is_recurrent and is_on_cpu() else {}
+    return {"disable_radix_cache": True} if is_recurrent(model) and is_on_cpu() else {}
 
 
 def _load(loading: Loading, server_args: Any, is_draft_model: bool = False, number: int | None = None) -> nn.Module:

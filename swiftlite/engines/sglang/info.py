@@ -82,6 +82,7 @@ SGLANG = EngineInfo(
     dry_load="swiftlite.engines.sglang.dry_load:dry_load",
     known_report="swiftlite.engines.sglang.options:known_report",
     command_needs_no_install=True,
+    drafting_problem="swiftlite.engines.sglang.options:why_no_drafts",
     drawing_problem="swiftlite.engines.sglang.options:drawing_problem",
     plugin=Plugin("swiftlite.engines.sglang.plugin:register", "sglang.srt.plugins", "SGLANG_PLUGINS"),
 )

@@ -14,13 +14,14 @@ import torch
 
 from swiftlite.base.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.base.errors import UserError
-from swiftlite.base.heads import MTP
+from swiftlite.base.heads import MTP, Heads
 from swiftlite.base.json_file import read_json
 from swiftlite.bridge.hf_config import DRAFT_FOLDER, HEADS_FILE
+from swiftlite.bridge.rows import HfConfig
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.quantized_heads import check_quantized_heads
-from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
+from swiftlite.engines.served_model import check_draft_folder, fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.families import Family, eagle3, gemma4_assistant
 from swiftlite.families.dflash import DSPARK
@@ -43,29 +44,37 @@ def trunk_problem(model: HfModel) -> str | None:
 
 
 def check_trunk(model: HfModel) -> None:
-    """Check that SGLang computes the trunk as trained.
+    """Check that SGLang computes the trunk as trained, and on this machine.
 
     Raises:
         UserError: it does not.
     """
-    if problem := trunk_problem(model):
+    problem = trunk_problem(model)
+    if problem is None and is_recurrent(model) and is_on_cpu():
+        problem = f"SGLang does not run the recurrent layers of {model.family.name} without a GPU"
+    if problem:
         raise UserError(problem, "use --infer_backend transformers or llamacpp")
 
 
-def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
+def is_recurrent(model: HfModel) -> bool:
+    """Return whether the trunk has recurrent layers, which SGLang computes on GPUs only."""
+    return any(kind.is_recurrent for kind in model.family.architecture(model.config).attentions)
+
+
+def depth_problem(model: HfModel, num_tokens: int | None = None) -> str | None:
     """Return why SGLang would not draft with the checkpoint's heads; None if it would.
 
     Args:
-        num_steps: number of draft tokens per step; None means one for each head that SGLang can run.
+        num_tokens: number of draft tokens per step; None means one for each head that SGLang can run.
     """
     if model.heads.kind != MTP:
-        return _drafter_problem(model, num_steps)
+        return _drafter_problem(model, num_tokens)
     if (model.directory / HEADS_FILE).is_file():
         return f"SGLang does not read heads in {DRAFT_FOLDER}/; train them with --draft_for sglang"
     known = SGLANG.convention_for(model.family)
     depth = model.heads.layers
-    if known.drafts_once and (num_steps or 1) > 1:
-        return f"SGLang's {known.draft} drafts one token per step, not {num_steps}; use 1 draft token"
+    if known.drafts_once and (num_tokens or 1) > 1:
+        return f"SGLang's {known.draft} drafts one token per step, not {num_tokens}; use 1 draft token"
     if depth > 1 and known.heads == "one":
         return f"SGLang's {known.draft} supports one MTP head, but the checkpoint has {depth}"
     if depth > 1 and known.heads == "last":
@@ -73,23 +82,37 @@ def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
             f"SGLang's {known.draft} overwrites all {depth} MTP heads with the last one, which was trained for token "
             f"{depth}, and drafts every token with it"
         )
-    if known.heads == "each" and (num_steps or model.heads.drafts) > depth:
-        steps = num_steps or model.heads.drafts
+    if known.heads == "each" and (num_tokens or model.heads.drafts) > depth:
+        steps = num_tokens or model.heads.drafts
         return f"SGLang's {known.draft} runs one of {depth} MTP heads at each of {steps} steps; use {depth} or less"
-    if depth > 1 and known.heads == "first" and (num_steps or 1) > 1:
-        return f"SGLang's {known.draft} runs the first of {depth} MTP heads at all {num_steps} steps; use 1 draft token"
+    if depth > 1 and known.heads == "first" and (num_tokens or 1) > 1:
+        steps = f"all {num_tokens} steps"
+        return f"SGLang's {known.draft} runs the first of {depth} MTP heads at {steps}; use 1 draft token"
     return None
+
+
+def why_no_drafts(family: Family, hf_config: HfConfig) -> str:
+    """Return why SGLang does not draft with the drafter that config.json declares; empty if it does, and for MTP heads
+    (`depth_problem`)."""
+    heads, trunks = Heads.from_config(hf_config), family.drafter(hf_config).sglang_trunks
+    if heads.kind == MTP:
+        return ""
+    if not trunks:
+        return f"SGLang is not supported for the drafter {heads.kind!r}"
+    if family.name not in trunks:
+        return f"SGLang is not supported for the drafter {heads.kind!r} of {family.name}, only of {', '.join(trunks)}"
+    if heads.kind == gemma4_assistant.KIND and not gemma4_assistant.reads_last_layers(hf_config):
+        return f"SGLang drafts with an assistant only if the last two of layer_types are {' and '.join(KINDS)}"
+    if heads.kind in BLOCKS and heads.draft_vocab:
+        return f"SGLang does not read the draft vocabulary of the drafter {heads.kind!r}; train it with --draft_vocab 0"
+    return ""
 
 
 def _drafter_problem(model: HfModel, num_tokens: int | None) -> str | None:
     """Return why SGLang would not draft with a drafter other than MTP heads; None if it would."""
-    kind, trunks = model.heads.kind, model.family.drafter(model.config).sglang_trunks
-    if not trunks:
-        return f"SGLang is not supported for the drafter {kind!r}"
-    if model.family.name not in trunks:
-        return f"SGLang is not supported for the drafter {kind!r} of {model.family.name}, only of {', '.join(trunks)}"
-    if kind == gemma4_assistant.KIND and not gemma4_assistant.reads_last_layers(model.config):
-        return f"SGLang drafts with an assistant only if the last two of layer_types are {' and '.join(KINDS)}"
+    kind = model.heads.kind
+    if problem := why_no_drafts(model.family, model.config):
+        return problem
     if kind in BLOCKS:
         return _block_problem(model, num_tokens)
     own = model.directory / DRAFT_FOLDER / "config.json"
@@ -103,8 +126,6 @@ def _drafter_problem(model: HfModel, num_tokens: int | None) -> str | None:
 def _block_problem(model: HfModel, num_tokens: int | None) -> str | None:
     """Return why SGLang would not draft with a block drafter; None if it would."""
     kind, most = model.heads.kind, model.heads.drafts
-    if model.heads.draft_vocab:
-        return f"SGLang does not read the draft vocabulary of the drafter {kind!r}; train it with --draft_vocab 0"
     if num_tokens is not None and num_tokens > most:
         return f"the drafter {kind!r} drafts at most {most} tokens per step, not {num_tokens}; use {most} or less"
     if SGLANG.requires_gpu(kind):
@@ -150,16 +171,17 @@ def speculative_options(
     check_quantized_heads(model, SGLANG)
     log_fed_otherwise(model, SGLANG)
     given = given or {}
-    num_steps = given.get("speculative_num_steps", num_tokens)
-    problem = depth_problem(model, num_steps)
-    if problem:
+    num_tokens = given.get("speculative_num_steps", num_tokens)
+    if problem := depth_problem(model, num_tokens):
         raise UserError(problem, "use --infer_backend vllm")
-    if num_steps is None:
-        num_steps = _num_steps(model)
-    return {**draft_model_options(model, num_steps), **_token_map(model), **given}
+    if folder := draft_folder(model):
+        check_draft_folder(folder)
+    if num_tokens is None:
+        num_tokens = _trained_tokens(model)
+    return {**draft_model_options(model, num_tokens), **_token_map(model), **given}
 
 
-def _num_steps(model: HfModel) -> int:
+def _trained_tokens(model: HfModel) -> int:
     """Return the number of draft tokens per step that the heads were trained for and SGLang can run."""
     if model.heads.kind != MTP:
         return model.heads.drafts

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    DynamicCache,
-    Gemma4AssistantConfig,
-    Gemma4AssistantForCausalLM,
-    Gemma4UnifiedAssistantConfig,
-    Gemma4UnifiedAssistantForCausalLM,
-)
+from transformers import DynamicCache, Gemma4AssistantForCausalLM, Gemma4UnifiedAssistantForCausalLM
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
 from swiftlite.bridge.rows import shapes_of
@@ -26,9 +20,9 @@ from swiftlite.engines.transformers.draft_generator import DraftSteps
 from swiftlite.families.gemma4_assistant import PREFIX, own_config
 from swiftlite.families.resolved import HfModel
 
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "gemma4_assistant": (Gemma4AssistantConfig, Gemma4AssistantForCausalLM),
-    "gemma4_unified_assistant": (Gemma4UnifiedAssistantConfig, Gemma4UnifiedAssistantForCausalLM),
+_CLASSES: dict[str, Any] = {
+    "gemma4_assistant": Gemma4AssistantForCausalLM,
+    "gemma4_unified_assistant": Gemma4UnifiedAssistantForCausalLM,
 }
 
 
@@ -104,10 +98,9 @@ class Gemma4Assistant(nn.Module):
 def load_assistant(model: HfModel, decoder: Any) -> Gemma4Assistant:
     """Load the assistant of a checkpoint for its trunk."""
     own = own_config(model.family, model.config)
-    config_class, network_class = _CLASSES[own["model_type"]]
-    network: Any = network_class._from_config(
-        config_class.from_dict(own), attn_implementation=decoder.config._attn_implementation
-    )
+    network_class = _CLASSES[own["model_type"]]
+    config = network_class.config_class.from_dict(own)
+    network: Any = network_class._from_config(config, attn_implementation=decoder.config._attn_implementation)
     with Checkpoint(model.directory) as checkpoint:
         names = shapes_of(model.family.head_rows(model.config, 0))
         tensors = {name.removeprefix(PREFIX): checkpoint.read(name) for name in names}

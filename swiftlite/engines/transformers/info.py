@@ -21,6 +21,6 @@ TRANSFORMERS = EngineInfo(
     supports_images=True,
     server="swiftlite.engines.transformers.server:server_command",
     metrics_prefix="transformers:",
-    draft_counts="swiftlite.engines.transformers.server:read_draft_counts",
-    throughput="swiftlite.engines.transformers.server:read_throughput",
+    counts_drafts=True,
+    measures_requests=True,
 )

@@ -1,4 +1,4 @@
-"""Build the command of the OpenAI-compatible server of the transformers engine, and read its metrics."""
+"""Build the command of the OpenAI-compatible server of the transformers engine, and write its metrics."""
 
 import sys
 from pathlib import Path
@@ -9,11 +9,11 @@ from swiftlite.base.errors import UserError
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.server import metrics
 from swiftlite.engines.server_command import ServerCommand, flags
+from swiftlite.engines.transformers.info import TRANSFORMERS
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import served_name
 
-PREFIX = "transformers:"
-TOKENS, SECONDS = f"{PREFIX}generation_tokens_total", f"{PREFIX}e2e_request_latency_seconds_sum"
+PREFIX = TRANSFORMERS.metrics_prefix
 
 
 def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
@@ -50,7 +50,7 @@ def metrics_text(counts: DraftCounts | None, generation: metrics.Throughput) -> 
     Args:
         counts: draft counts; None if the server does not draft.
     """
-    lines = [f"{TOKENS} {generation.tokens}", f"{SECONDS} {generation.seconds}"]
+    lines = [f"{PREFIX}{metrics.TOKENS} {generation.tokens}", f"{PREFIX}{metrics.SECONDS} {generation.seconds}"]
     if counts is not None:
         lines.append(f"{PREFIX}spec_decode_num_drafts_total {counts.drafts}")
         lines.append(f"{PREFIX}spec_decode_num_draft_tokens_total {counts.drafted}")
@@ -58,17 +58,3 @@ def metrics_text(counts: DraftCounts | None, generation: metrics.Throughput) -> 
             name = f'{PREFIX}spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'
             lines.append(f"{name} {accepted}")
     return "\n".join([*lines, ""])
-
-
-def read_draft_counts(text: str) -> DraftCounts | None:
-    """Return the draft counts; None if the server does not draft.
-
-    Raises:
-        ValueError: the text is not in the format of /metrics.
-    """
-    return metrics.read_draft_counts(text, PREFIX)
-
-
-def read_throughput(text: str) -> metrics.Throughput:
-    """Return what the server has generated."""
-    return metrics.read_throughput(text, TOKENS, SECONDS)

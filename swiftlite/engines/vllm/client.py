@@ -3,23 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
-
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.client import Answer, Event, stream
-from swiftlite.engines.engine import Sampling
+from swiftlite.engines.client import Answer, Client, Event, stream
 from swiftlite.engines.prompts import ChatPrompt
+from swiftlite.engines.server import metrics
 from swiftlite.engines.vllm.image_inputs import check_same_length
-from swiftlite.engines.vllm.metrics import read_cached_tokens, read_metrics
+from swiftlite.engines.vllm.info import VLLM
+
+CACHED_TOKENS = "vllm:prefix_cache_hits_total"
 
 
-class VllmClient:
+class VllmClient(Client):
     """The `Client` of a vLLM server."""
 
-    def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
-        self._session = session
-        self._sampling = sampling
-        self._num_tokens = num_speculative_tokens
+    info = VLLM
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
         """Complete a prompt; the prefix cache is shared only between prompts with the same salt.
@@ -46,17 +43,9 @@ class VllmClient:
         check_same_length(prompt, events[-1][1]["usage"]["prompt_tokens"])
         return read_answer(events)
 
-    async def draft_counts(self) -> DraftCounts:
-        """Return the draft counts since the start of the server."""
-        return read_metrics(await self._metrics(), self._num_tokens)
-
     async def cached_tokens(self) -> int:
         """Return the number of prompt tokens from the prefix cache since the start of the server."""
-        return read_cached_tokens(await self._metrics())
-
-    async def _metrics(self) -> str:
-        async with self._session.get("/metrics", raise_for_status=True) as response:
-            return await response.text()
+        return int(metrics.total(await self._metrics(), CACHED_TOKENS))
 
 
 def read_answer(events: Sequence[Event]) -> Answer:

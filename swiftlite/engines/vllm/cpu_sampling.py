@@ -16,10 +16,11 @@ Without the replacements, tests/e2e/test_cpu_sampling.py and tests/e2e/test_samp
 """
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
+
+from swiftlite.engines.vllm.replace import replace
 
 _LOWEST_TEMPERATURE = 1e-5
 """Lower temperatures mean greedy sampling, as in vLLM."""
@@ -66,17 +67,11 @@ def expand_batch_to_tokens(
     return torch.where(expanded == replace_from, replace_to, expanded).to(x.dtype)
 
 
-def unless_empty(apply_top_k_top_p: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return vLLM's function that masks logits by top-k and top-p, for any number of rows."""
-
-    @wraps(apply_top_k_top_p)
-    def apply(logits: torch.Tensor, *others: Any) -> torch.Tensor:
-        """Return the masked logits, [rows, vocabulary]."""
-        if logits.size(0) == 0:
-            return logits
-        return apply_top_k_top_p(logits, *others)
-
-    return apply
+def unless_empty(apply_top_k_top_p: Callable[..., torch.Tensor], logits: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Mask logits by top-k and top-p as vLLM does, for any number of rows; return [rows, vocabulary]."""
+    if logits.size(0) == 0:
+        return logits
+    return apply_top_k_top_p(logits, *others)
 
 
 def sample_drafts(
@@ -101,49 +96,38 @@ def sample_drafts(
     return torch.where(is_greedy, probabilities.argmax(dim=-1), drawn), probabilities
 
 
-def with_step_generators(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's method that samples the tokens of a step, with a new generator for each request with a seed."""
-
-    @wraps(sample)
-    def sample_step(runner: Any, *arguments: Any) -> Any:
-        """Sample with the generators, which the drafts of this step use too."""
-        batch = runner.input_batch
-        for index in batch.generators:
-            seed = runner.requests[batch.req_ids[index]].sampling_params.seed
-            generator = StepGenerator()
-            generator.manual_seed(hash((seed, int(batch.num_tokens_no_spec[index]))))
-            batch.generators[index] = generator
-        return sample(runner, *arguments)
-
-    return sample_step
+def with_step_generators(sample: Callable[..., Any], runner: Any, *arguments: Any) -> Any:
+    """Sample the tokens of a step with a new generator for each request with a seed, which its drafts use too."""
+    batch = runner.input_batch
+    for index in batch.generators:
+        seed = runner.requests[batch.req_ids[index]].sampling_params.seed
+        generator = StepGenerator()
+        generator.manual_seed(hash((seed, int(batch.num_tokens_no_spec[index]))))
+        batch.generators[index] = generator
+    return sample(runner, *arguments)
 
 
-def refusing_token_ids(validate: Callable[..., None]) -> Callable[..., None]:
-    """Return vLLM's check of a request for an engine with drafts, which also refuses `logprob_token_ids`."""
+def refusing_token_ids(validate: Callable[..., None], params: Any, speculative_config: Any) -> None:
+    """Check a request for an engine with drafts as vLLM does, and refuse `logprob_token_ids`.
 
-    @wraps(validate)
-    def validate_request(params: Any, speculative_config: Any) -> None:
-        """Raise VLLMValidationError, which the server answers with status 400."""
-        from vllm.exceptions import VLLMValidationError
+    The server answers VLLMValidationError with status 400.
+    """
+    from vllm.exceptions import VLLMValidationError
 
-        validate(params, speculative_config)
-        if speculative_config is not None and params.logprob_token_ids:
-            raise VLLMValidationError("logprob_token_ids is not supported with speculative decoding on a CPU")
-
-    return validate_request
+    validate(params, speculative_config)
+    if speculative_config is not None and params.logprob_token_ids:
+        raise VLLMValidationError("logprob_token_ids is not supported with speculative decoding on a CPU")
 
 
 def install() -> None:
     """Replace vLLM's functions; repeated calls have no effect."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample import rejection_sampler
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.spec_decode import llm_base_proposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[assignment]
     llm_base_proposer.compute_probs_and_sample_next_token = sample_drafts
-    if not hasattr(GPUModelRunner._sample, "__wrapped__"):
-        rejection_sampler.apply_top_k_top_p = unless_empty(apply_top_k_top_p)  # pyright: ignore[reportPrivateImportUsage]
-        GPUModelRunner._sample = with_step_generators(GPUModelRunner._sample)
-        SamplingParams._validate_spec_decode = refusing_token_ids(SamplingParams._validate_spec_decode)
+    replace(rejection_sampler, "apply_top_k_top_p", unless_empty)
+    replace(GPUModelRunner, "_sample", with_step_generators)
+    replace(SamplingParams, "_validate_spec_decode", refusing_token_ids)

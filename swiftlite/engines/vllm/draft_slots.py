@@ -8,42 +8,37 @@ with Triton, is not affected. Without this replacement, tests/e2e/test_images.py
 """
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 
+from swiftlite.engines.vllm.replace import replace
+
 _Update = Callable[..., torch.Tensor]
 
 
-def with_slots_of_tokens(update: _Update) -> _Update:
-    """Return vLLM's update of positions and slots between two drafts, with slots computed from indices of tokens."""
+def with_slots_of_tokens(
+    update: _Update, proposer: Any, positions: torch.Tensor, common_attn_metadata: Any, batch_size: int, *others: int
+) -> torch.Tensor:
+    """Update positions and slots between two drafts as vLLM does, with slots computed from indices of tokens.
 
-    @wraps(update)
-    def update_by_index(
-        proposer: Any, positions: torch.Tensor, common_attn_metadata: Any, batch_size: int, *others: int
-    ) -> torch.Tensor:
-        """Return the positions of the next drafts, [3, requests] or [requests].
+    Return the positions of the next drafts, [3, requests] or [requests].
 
-        Args:
-            positions: positions of the last drafts, or of the tokens before the first ones.
-            common_attn_metadata: contains the lengths of the sequences up to these tokens.
-        """
-        if not proposer.uses_mrope:
-            return update(proposer, positions, common_attn_metadata, batch_size, *others)
-        next_positions = positions + 1  # a copy: `positions` can be a part of the buffer below
-        index = common_attn_metadata.seq_lens[:batch_size].to(positions.dtype) - 1
-        update(proposer, index.expand_as(positions), common_attn_metadata, batch_size, *others)
-        buffer = proposer.mrope_positions[:, :batch_size]
-        return buffer.copy_(next_positions)
-
-    return update_by_index
+    Args:
+        positions: positions of the last drafts, or of the tokens before the first ones.
+        common_attn_metadata: contains the lengths of the sequences up to these tokens.
+    """
+    if not proposer.uses_mrope:
+        return update(proposer, positions, common_attn_metadata, batch_size, *others)
+    next_positions = positions + 1  # a copy: `positions` can be a part of the buffer below
+    index = common_attn_metadata.seq_lens[:batch_size].to(positions.dtype) - 1
+    update(proposer, index.expand_as(positions), common_attn_metadata, batch_size, *others)
+    buffer = proposer.mrope_positions[:, :batch_size]
+    return buffer.copy_(next_positions)
 
 
 def install() -> None:
     """Replace vLLM's method; repeated calls have no effect."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    stock = SpecDecodeBaseProposer._update_positions_dependent_metadata
-    if not hasattr(stock, "__wrapped__"):
-        SpecDecodeBaseProposer._update_positions_dependent_metadata = with_slots_of_tokens(stock)
+    replace(SpecDecodeBaseProposer, "_update_positions_dependent_metadata", with_slots_of_tokens)

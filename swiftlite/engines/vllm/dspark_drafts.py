@@ -6,28 +6,23 @@ older runner has the class `DFlashProposer` for DFlash (v1/spec_decode/dflash.py
 DSpark (`families/dflash.py`). The subclass here builds the block of DSpark, and selects the most likely drafts from
 left to right with the Markov head. The draft model itself is vLLM's. Drafts are not drawn at a temperature above 0.
 
-With Triton nothing is replaced. Without the replacements, tests/e2e/test_dflash.py fails for DSpark.
+With Triton nothing is replaced. Without the replacements, tests/e2e/test_drafters.py fails for DSpark.
 """
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 
-
-def without_dspark(unsupported: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
-    """Return vLLM's method that lists what the older runner does not support, without DSpark."""
-
-    @wraps(unsupported)
-    def others(vllm_config: Any) -> list[str]:
-        """Return the names of unsupported features."""
-        return [name for name in unsupported(vllm_config) if not name.startswith("dspark")]
-
-    return others
+from swiftlite.engines.vllm.replace import replace
 
 
-def uses_block(speculative_config: Any) -> bool:
+def without_dspark(unsupported: Callable[[Any], list[str]], vllm_config: Any) -> list[str]:
+    """Return the names of what the older runner does not support, without DSpark."""
+    return [name for name in unsupported(vllm_config) if not name.startswith("dspark")]
+
+
+def uses_block(stock: Callable[[Any], bool], speculative_config: Any) -> bool:
     """Return whether the drafter is a block drafter: vLLM's `SpeculativeConfig.use_dflash`, also for DSpark."""
     return speculative_config.method in ("dflash", "dspark")
 
@@ -73,14 +68,11 @@ def block_proposer(stock: Any) -> Any:
 
 def install() -> None:
     """Replace vLLM's methods and its class; repeated calls have no effect."""
-    from vllm import config
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.v1.worker import gpu_model_runner
 
-    configs: Any = config
+    replace(VllmConfig, "_get_v1_model_runner_unsupported_features", without_dspark)
+    replace(SpeculativeConfig, "use_dflash", uses_block)
     runner: Any = gpu_model_runner
-    stock = configs.VllmConfig._get_v1_model_runner_unsupported_features
-    if hasattr(stock, "__wrapped__"):
-        return
-    configs.VllmConfig._get_v1_model_runner_unsupported_features = without_dspark(stock)
-    configs.SpeculativeConfig.use_dflash = uses_block
-    runner.DFlashProposer = block_proposer(runner.DFlashProposer)
+    if runner.DFlashProposer.__module__ != __name__:
+        runner.DFlashProposer = block_proposer(runner.DFlashProposer)

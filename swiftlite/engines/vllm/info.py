@@ -70,9 +70,9 @@ VLLM = EngineInfo(
     server="swiftlite.engines.vllm.server:server_command",
     client="swiftlite.engines.vllm.client:VllmClient",
     metrics_prefix="vllm:",
-    draft_counts="swiftlite.engines.vllm.metrics:read_draft_counts",
+    counts_drafts=True,
     counts_per_request={"per_request_spec_decode_metrics": "summary"},
-    throughput="swiftlite.engines.vllm.metrics:read_throughput",
+    measures_requests=True,
     dry_load="swiftlite.engines.vllm.dry_load:dry_load",
     plugin=Plugin("swiftlite.engines.vllm.plugin:register", "vllm.general_plugins", "VLLM_PLUGINS"),
 )

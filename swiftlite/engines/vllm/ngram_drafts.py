@@ -21,13 +21,13 @@ With asynchronous scheduling, vLLM counted 422 drafts in a run where the transfo
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple
-from functools import wraps
 from typing import Any
 
 import torch
 
 from swiftlite.acceptance.counts import SourceCounts
 from swiftlite.engines.ngram import Ngrams
+from swiftlite.engines.vllm.replace import replace
 
 NAME = "swiftlite_ngrams"
 """Key of the settings in vLLM's `additional_config`."""
@@ -58,44 +58,34 @@ def head_tokens(vllm_config: Any) -> int:
     return number if settings is None else min(number, settings[_HEAD_TOKENS])
 
 
-def with_head_tokens(propose: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return vLLM's method that drafts with the heads, for their own number of tokens."""
-
-    @wraps(propose)
-    def propose_some(proposer: Any, *others: Any, num_speculative_tokens: int, **named: Any) -> torch.Tensor:
-        """Return the drafts, [requests, tokens]."""
-        number = min(num_speculative_tokens, head_tokens(proposer.vllm_config))
-        return propose(proposer, *others, num_speculative_tokens=number, **named)
-
-    return propose_some
+def with_head_tokens(
+    propose: Callable[..., torch.Tensor], proposer: Any, *others: Any, num_speculative_tokens: int, **named: Any
+) -> torch.Tensor:
+    """Draft with the heads as vLLM does, but only their own number of tokens; return drafts, [requests, tokens]."""
+    number = min(num_speculative_tokens, head_tokens(proposer.vllm_config))
+    return propose(proposer, *others, num_speculative_tokens=number, **named)
 
 
-def with_ngrams(take_draft_token_ids: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's method that hands drafts to the scheduler, with drafts from the text where it matches."""
-
-    @wraps(take_draft_token_ids)
-    def take(runner: Any) -> Any:
-        """Return the `DraftTokenIds` of all requests."""
-        found = take_draft_token_ids(runner)
-        settings = _given(runner.vllm_config)
-        runner.swiftlite_ngram_requests = set()
-        if found is None or settings is None:
-            return found
-        del settings[_HEAD_TOKENS]
-        ngrams = Ngrams(**settings)
-        batch = runner.input_batch
-        for place, request in enumerate(found.req_ids):
-            index = batch.req_id_to_index.get(request)
-            if index is None or not found.draft_token_ids[place]:  # the heads do not draft at this load
-                continue
-            text = batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]]
-            is_drawn = bool(batch.temperature_cpu[index] > 0)
-            if drafts := ngrams.propose(text, is_drawn=is_drawn):
-                found.draft_token_ids[place] = drafts
-                runner.swiftlite_ngram_requests.add(request)
+def with_ngrams(take_draft_token_ids: Callable[..., Any], runner: Any) -> Any:
+    """Return the `DraftTokenIds` of all requests for the scheduler, with drafts from the text where it matches."""
+    found = take_draft_token_ids(runner)
+    settings = _given(runner.vllm_config)
+    runner.swiftlite_ngram_requests = set()
+    if found is None or settings is None:
         return found
-
-    return take
+    del settings[_HEAD_TOKENS]
+    ngrams = Ngrams(**settings)
+    batch = runner.input_batch
+    for place, request in enumerate(found.req_ids):
+        index = batch.req_id_to_index.get(request)
+        if index is None or not found.draft_token_ids[place]:  # the heads do not draft at this load
+            continue
+        text = batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]]
+        is_drawn = bool(batch.temperature_cpu[index] > 0)
+        if drafts := ngrams.propose(text, is_drawn=is_drawn):
+            found.draft_token_ids[place] = drafts
+            runner.swiftlite_ngram_requests.add(request)
+    return found
 
 
 def draft_probabilities(runner: Any, metadata: Any) -> torch.Tensor | None:
@@ -123,37 +113,28 @@ def draft_probabilities(runner: Any, metadata: Any) -> torch.Tensor | None:
     return torch.cat(parts).contiguous() if parts else None
 
 
-def with_certain_drafts(stock: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    """Return vLLM's method, for engines without n-grams, or `draft_probabilities`."""
-
-    @wraps(stock)
-    def probabilities(runner: Any, metadata: Any) -> torch.Tensor | None:
-        """Return probabilities of drafts."""
-        if _given(runner.vllm_config) is None:
-            return stock(runner, metadata)
-        return draft_probabilities(runner, metadata)
-
-    return probabilities
+def with_certain_drafts(stock: Callable[..., torch.Tensor | None], runner: Any, metadata: Any) -> torch.Tensor | None:
+    """Return vLLM's probabilities of drafts for engines without n-grams, otherwise `draft_probabilities`."""
+    if _given(runner.vllm_config) is None:
+        return stock(runner, metadata)
+    return draft_probabilities(runner, metadata)
 
 
-def with_counts(bookkeeping_sync: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's method that stores the tokens of a step, which also counts drafts from the text."""
+def with_counts(bookkeeping_sync: Callable[..., Any], runner: Any, scheduler_output: Any, *others: Any) -> Any:
+    """Store the tokens of a step as vLLM does, and count accepted drafts from the text.
 
-    @wraps(bookkeeping_sync)
-    def bookkeep(runner: Any, scheduler_output: Any, *others: Any) -> Any:
-        """Return vLLM's result, which contains the tokens of each request: accepted drafts and one more."""
-        found = bookkeeping_sync(runner, scheduler_output, *others)
-        if _given(runner.vllm_config) is None:
-            return found
-        tokens_of_requests, requests = found[3], found[5]  # valid_sampled_token_ids, req_ids_output_copy of 0.32
-        for request, tokens in zip(requests, tokens_of_requests, strict=True):
-            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request)
-            if drafts and tokens and request in _ngram_requests(runner):
-                counted = SourceCounts(1, len(drafts), len(tokens) - 1)
-                runner.swiftlite_ngram_counts = ngram_counts(runner) + counted
+    vLLM's result contains the tokens of each request: accepted drafts and one more.
+    """
+    found = bookkeeping_sync(runner, scheduler_output, *others)
+    if _given(runner.vllm_config) is None:
         return found
-
-    return bookkeep
+    tokens_of_requests, requests = found[3], found[5]  # valid_sampled_token_ids, req_ids_output_copy of 0.32
+    for request, tokens in zip(requests, tokens_of_requests, strict=True):
+        drafts = scheduler_output.scheduled_spec_decode_tokens.get(request)
+        if drafts and tokens and request in _ngram_requests(runner):
+            counted = SourceCounts(1, len(drafts), len(tokens) - 1)
+            runner.swiftlite_ngram_counts = ngram_counts(runner) + counted
+    return found
 
 
 def ngram_counts(runner: Any) -> SourceCounts:
@@ -172,11 +153,8 @@ def install() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    if hasattr(SpecDecodeBaseProposer.propose, "__wrapped__"):
-        return
-    SpecDecodeBaseProposer.propose = with_head_tokens(SpecDecodeBaseProposer.propose)
-    GPUModelRunner.take_draft_token_ids = with_ngrams(GPUModelRunner.take_draft_token_ids)
-    stock = GPUModelRunner._get_spec_decode_draft_probs
-    GPUModelRunner._get_spec_decode_draft_probs = with_certain_drafts(stock)
-    GPUModelRunner._bookkeeping_sync = with_counts(GPUModelRunner._bookkeeping_sync)
+    replace(SpecDecodeBaseProposer, "propose", with_head_tokens)
+    replace(GPUModelRunner, "take_draft_token_ids", with_ngrams)
+    replace(GPUModelRunner, "_get_spec_decode_draft_probs", with_certain_drafts)
+    replace(GPUModelRunner, "_bookkeeping_sync", with_counts)
     Worker.swiftlite_ngram_counts = lambda worker: astuple(ngram_counts(worker.model_runner))  # type: ignore[attr-defined]

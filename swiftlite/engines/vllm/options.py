@@ -18,7 +18,7 @@ from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.quantized_heads import check_quantized_heads
-from swiftlite.engines.served_model import log_fed_otherwise, require_heads
+from swiftlite.engines.served_model import check_draft_folder, log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.stock_draft import draft_folder
 from swiftlite.families import dflash
@@ -41,8 +41,9 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
         vLLM's `speculative_config`; None without speculation.
 
     Raises:
-        UserError: the heads are incomplete, vLLM would run another head than the one trained for a draft step, or it
-            would build a module of the heads quantized that the files do not have quantized, or the reverse.
+        UserError: the heads or the files in `draft/` are incomplete, vLLM would run another head than the one trained
+            for a draft step, or it would build a module of the heads quantized that the files do not have quantized, or
+            the reverse.
     """
     from swiftlite.engines.vllm.plugin import DRAFTS
 
@@ -59,6 +60,8 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
         return None
     require_heads(model, SERVED)
     check_trunk_of_drafter(model)
+    if folder := draft_folder(model):
+        check_draft_folder(folder)
     check_quantized_heads(model, VLLM)
     log_fed_otherwise(model, VLLM)
     known = VLLM.convention_for(model.family)

@@ -21,11 +21,12 @@ which they are computed. This costs accepted drafts, but changes no answer.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
+
+from swiftlite.engines.vllm.replace import replace
 
 MOST_STEPS = 16
 """Maximum number of stored steps. The cost of a call is shared by this many steps; more of them save little."""
@@ -120,37 +121,33 @@ def can_postpone(proposer: Any, num_drafts: int, inputs: Mapping[str, Any]) -> b
     )
 
 
-def postponing(propose: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return vLLM's method that drafts with the heads, which postpones steps without drafts."""
-
-    @wraps(propose)
-    def propose_later(proposer: Any, *, num_speculative_tokens: int, **inputs: Any) -> torch.Tensor:
-        """Return the drafts, [requests, tokens]."""
-        postponed: Postponed | None = getattr(proposer, "swiftlite_postponed", None)
-        if postponed is None:  # a step that vLLM makes before the first request
-            return propose(proposer, num_speculative_tokens=num_speculative_tokens, **inputs)
-        if not can_postpone(proposer, num_speculative_tokens, inputs):
-            _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))
-            return propose(proposer, num_speculative_tokens=num_speculative_tokens, **inputs)
-        number = len(postponed.requests)
-        if postponed.num_tokens + number > proposer.hidden_states.shape[0]:  # the space of one call
-            _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))
-        postponed.steps.append(
-            Step(
-                list(postponed.requests),
-                inputs["target_token_ids"].clone(),  # vLLM writes the next step into the same memory
-                inputs["target_positions"].clone(),
-                inputs["target_hidden_states"].clone(),
-                inputs["common_attn_metadata"].slot_mapping[:number].clone(),
-            )
+def postponing(
+    propose: Callable[..., torch.Tensor], proposer: Any, *, num_speculative_tokens: int, **inputs: Any
+) -> torch.Tensor:
+    """Draft with the heads as vLLM does, but postpone steps without drafts; return drafts, [requests, tokens]."""
+    postponed: Postponed | None = getattr(proposer, "swiftlite_postponed", None)
+    if postponed is None:  # a step that vLLM makes before the first request
+        return propose(proposer, num_speculative_tokens=num_speculative_tokens, **inputs)
+    if not can_postpone(proposer, num_speculative_tokens, inputs):
+        _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))
+        return propose(proposer, num_speculative_tokens=num_speculative_tokens, **inputs)
+    number = len(postponed.requests)
+    if postponed.num_tokens + number > proposer.hidden_states.shape[0]:  # the space of one call
+        _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))
+    postponed.steps.append(
+        Step(
+            list(postponed.requests),
+            inputs["target_token_ids"].clone(),  # vLLM writes the next step into the same memory
+            inputs["target_positions"].clone(),
+            inputs["target_hidden_states"].clone(),
+            inputs["common_attn_metadata"].slot_mapping[:number].clone(),
         )
-        if len(postponed.steps) >= MOST_STEPS:
-            _compute(proposer, propose, postponed, inputs, inputs["next_token_ids"])
-        # As the replaced method does; the runner would take probabilities of earlier drafts for those of this step.
-        proposer.num_speculative_tokens, proposer._last_draft_probs = 0, None
-        return torch.empty(number, 0, dtype=torch.int64)
-
-    return propose_later
+    )
+    if len(postponed.steps) >= MOST_STEPS:
+        _compute(proposer, propose, postponed, inputs, inputs["next_token_ids"])
+    # As the replaced method does; the runner would take probabilities of earlier drafts for those of this step.
+    proposer.num_speculative_tokens, proposer._last_draft_probs = 0, None
+    return torch.empty(number, 0, dtype=torch.int64)
 
 
 def _first_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -222,20 +219,16 @@ def _metadata(current: Any, places: list[int], begins: torch.Tensor, positions: 
     )
 
 
-def naming_requests(propose_draft_token_ids: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model runner's method that drafts, which first tells the drafter the ids of the requests."""
-
-    @wraps(propose_draft_token_ids)
-    def propose_for(runner: Any, scheduler_output: Any, *others: Any) -> Any:
-        """Return the drafts of all requests."""
-        postponed = getattr(runner.drafter, "swiftlite_postponed", None)
-        if postponed is None:
-            postponed = runner.drafter.swiftlite_postponed = Postponed()
-        postponed.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        postponed.requests = runner.input_batch.req_ids.copy()
-        return propose_draft_token_ids(runner, scheduler_output, *others)
-
-    return propose_for
+def naming_requests(
+    propose_draft_token_ids: Callable[..., Any], runner: Any, scheduler_output: Any, *others: Any
+) -> Any:
+    """Tell the drafter the ids of the requests before the model runner drafts; return the drafts of all requests."""
+    postponed = getattr(runner.drafter, "swiftlite_postponed", None)
+    if postponed is None:
+        postponed = runner.drafter.swiftlite_postponed = Postponed()
+    postponed.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+    postponed.requests = runner.input_batch.req_ids.copy()
+    return propose_draft_token_ids(runner, scheduler_output, *others)
 
 
 def install() -> None:
@@ -243,7 +236,5 @@ def install() -> None:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    if hasattr(GPUModelRunner.propose_draft_token_ids, "__wrapped__"):
-        return
-    SpecDecodeBaseProposer.propose = postponing(SpecDecodeBaseProposer.propose)
-    GPUModelRunner.propose_draft_token_ids = naming_requests(GPUModelRunner.propose_draft_token_ids)
+    replace(SpecDecodeBaseProposer, "propose", postponing)
+    replace(GPUModelRunner, "propose_draft_token_ids", naming_requests)

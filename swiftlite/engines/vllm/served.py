@@ -20,9 +20,10 @@ from swiftlite.base.errors import UserError, clip
 from swiftlite.engines.engine import Completion, FinishReason, OnAnswer, Sampling, check_prompts, filters_of
 from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.metrics import counts_of
+from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.live.weight_channel import VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
-from swiftlite.engines.vllm.metrics import read_metrics
 from swiftlite.families.resolved import HfModel
 
 _Result = TypeVar("_Result")
@@ -250,7 +251,7 @@ class ServedVllm:
         """Return the draft counts since the start of the server, including the requests of other clients."""
         text = self._server.call("GET", "/metrics")
         try:
-            return read_metrics(text, self.num_speculative_tokens)
+            return counts_of(text, VLLM.metrics_prefix, self.num_speculative_tokens)
         except (TypeError, ValueError) as error:
             raise self._server.other_answer(text) from error
 

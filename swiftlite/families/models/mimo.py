@@ -35,6 +35,6 @@ MIMO = dense.family(
         vllm=vllm.next_layer("MiMoMTP", has_own_names=True),
         sglang=Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True), block=""),
         llamacpp="glm4moe",
-        transformers="swiftlite.engines.transformers.mimo:trunk_of",
+        transformers="swiftlite.engines.transformers.language_models:mimo",
     ),
 )

@@ -6,19 +6,19 @@ architectures. This differs from vLLM's inputs for some families (`sft --draft_f
 
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.families import FAMILIES, Family, dflash, eagle3, gemma4_assistant
+from swiftlite.families import FAMILIES, Family, eagle3
+from swiftlite.families.drafters import DRAFTERS
 from swiftlite.families.serving.convention import Convention
 
 ARCHITECTURES = {name: family.serving.llamacpp for name, family in FAMILIES.items() if family.serving.llamacpp}
 """HF model_type -> the architecture of llama.cpp that runs the trunk and the heads of the family
 (`gguf/architectures.py`)."""
-TRUNKS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3", **dict.fromkeys(gemma4_assistant.TRUNKS, "gemma4")}
-"""HF model_type -> the architecture of llama.cpp that runs the trunk of a drafter other than MTP heads: that of
-published files, whose graph keeps what the drafter reads. That of Qwen2 does not keep the inputs of decoder layers."""
+TRUNKS = {name: trunk for drafter in DRAFTERS.values() for name, trunk in drafter.llamacpp_trunks.items()}
+"""HF model_type -> the architecture of llama.cpp that runs the trunk of a drafter other than MTP heads."""
 FAMILIES_RUN = {**TRUNKS, **ARCHITECTURES}
 """HF model_type -> the architecture of llama.cpp that runs a model without a drafter, or with MTP heads."""
 
-KINDS = (MTP, eagle3.KIND, *dflash.KINDS, gemma4_assistant.KIND)
+KINDS = (MTP, *(kind for kind, drafter in DRAFTERS.items() if drafter.llamacpp_trunks))
 """Kinds of drafters with which llama.cpp drafts."""
 
 

@@ -133,8 +133,7 @@ def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Sequence
     positions = range(max(len(shares) for _, _, shares in measured))
     rows: list[Sequence[str]] = [["held-out prompts", "heads", *(f"draft {place + 1}" for place in positions)]]
     for channel, name, shares in measured:
-        shown = [f"{share:.1%}" for share in shares]
-        rows.append([channel, name, *shown, *[""] * (len(positions) - len(shown))])
+        rows.append([channel, name, *(f"{share:.1%}" for share in shares)])
     return rows
 
 

@@ -7,7 +7,7 @@ interrupted run keeps its results.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from swiftlite.report.page import render
 from swiftlite.serve import deploy
 from swiftlite.serve.bench import report
 from swiftlite.serve.bench.measure import ServerResult, Target, describe, measure
-from swiftlite.serve.bench.page import bench_chart, bench_page
+from swiftlite.serve.bench.page import bench_chart, bench_page, group_tables
 from swiftlite.serve.bench.results import ConcurrencyResult
 from swiftlite.serve.bench.servers import GetServer, all_together, fit_together, one_at_a_time
-from swiftlite.serve.prompt_groups import by_length, group_table, groups_to_json, length_group
+from swiftlite.serve.prompt_groups import by_length, groups_to_json, length_group
 
 DRAWN = ("bench.svg", "bench.html")
 
@@ -72,8 +72,8 @@ def run(args: BenchArgs) -> None:
         atomic_write(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
     choices = report.choose_all(servers)
     print(report.table(args, servers, choices))
-    for title, found in _group_tables(content):
-        print(f"\n{title}\n{found}")
+    for found in group_tables(content):
+        print(f"\n{found.title}:\n{found.text()}")
     print(report.recommendations(args, choices))
     for warning in report.warnings(choices):
         logger.warning("%s", warning)
@@ -109,13 +109,6 @@ def _grouped(
                 in_order = sorted(groups, key=by_length if kind == "prompt_length" else None)
                 of_kind[str(server.num_speculative_tokens)] = groups_to_json({name: groups[name] for name in in_order})
     return found
-
-
-def _group_tables(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield a title and a table for each kind of groups and each server."""
-    for kind in ("category", "prompt_length"):
-        for k, found in content.get(f"by_{kind}", {}).items():
-            yield f"{k} draft tokens:", group_table(kind.replace("_", " "), found)
 
 
 def _groups(numbers: Sequence[int], get: GetServer, *, are_together: bool) -> Iterator[list[Target]]:

@@ -10,7 +10,7 @@ from swiftlite.report.figure import Bars, Line, as_svg, draw_bars, draw_lines, n
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 from swiftlite.serve.bench.measure import describe
 from swiftlite.serve.bench.report import milliseconds
-from swiftlite.serve.prompt_groups import group_columns, group_rows
+from swiftlite.serve.prompt_groups import group_table
 
 COLUMNS = (
     "server",
@@ -45,18 +45,18 @@ def bench_page(content: Mapping[str, Any]) -> Page:
         Section("Speed", figures=_figures(servers), tables=[_table(servers, content["prompts"])]),
         Section("Environment", tables=_environment(content)),
     ]
-    if groups := _groups(content):
+    if groups := group_tables(content):
         sections.insert(2, Section("Groups of prompts", "Drafts that the servers accepted.", tables=groups))
     return Page(f"Speed of {content['options']['model']}", lead, tiles, sections)
 
 
-def _groups(content: Mapping[str, Any]) -> list[Table]:
+def group_tables(content: Mapping[str, Any]) -> list[Table]:
     """Return a table of each server's drafts by category and by length of the prompt."""
     tables = []
     for kind in ("category", "prompt_length"):
         for k, found in content.get(f"by_{kind}", {}).items():
             name = kind.replace("_", " ")
-            tables.append(Table(f"{k} draft tokens, by {name}", group_columns(name, found), group_rows(found)))
+            tables.append(group_table(f"{k} draft tokens, by {name}", name, found))
     return tables
 
 

@@ -23,8 +23,8 @@ from swiftlite.report.page import render
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.serve.evaluate.by_engine import EngineStats, by_engine
-from swiftlite.serve.evaluate.confidence import confidence_table
-from swiftlite.serve.evaluate.evaluation_rows import have_answers, load_questions, load_rows
+from swiftlite.serve.evaluate.confidence import confidence_table, fastest_line
+from swiftlite.serve.evaluate.evaluation_rows import have_answers, load_rows
 from swiftlite.serve.evaluate.over_time import measure_over_time
 from swiftlite.serve.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.serve.evaluate.position_tables import position_tables
@@ -84,10 +84,10 @@ def _measure_models(args: EvaluateArgs) -> None:
     print(f"{table(results)}\n\n{legend(results['model'])}")
     if measured:
         trunks = _trunks(models, rows, measured)
-        print(f"\n{trunk_table(trunks)}")
+        print(f"\n{trunk_table(trunks).text()}")
     groups = _groups(served["model"]) if "model" in served else {}
     for kind, found in groups.items():
-        print(f"\n{group_table(kind, found)}")
+        print(f"\n{group_table(kind, kind, found).text()}")
     if by_place := position_tables(results):
         print(f"\n{by_place}")
     report = _report(names, results, trunks, served)
@@ -95,7 +95,7 @@ def _measure_models(args: EvaluateArgs) -> None:
     if args.draft_confidence:
         confidences = served["model"].by_confidence
     if confidences:
-        print(f"\n{confidence_table(confidences)}")
+        print(f"\n{confidence_table(confidences).text()}\n\n{fastest_line(confidences)}")
         report["model"]["by_draft_confidence"] = confidences
     atomic_write(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
     atomic_write(output_dir / "evaluation.svg", evaluation_chart(results))
@@ -147,23 +147,14 @@ def _trunks(
 
 
 def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PromptEncoder, Data]:
-    if not have_answers(args.dataset):
-        if args.infer_backend not in ENGINES:
-            problem = f"--dataset {args.dataset[0]}: the rows have no answers"
-            raise UserError(problem, "add --infer_backend vllm, which answers them")
-        return load_questions(
-            model,
-            args.dataset,
-            trust_remote_code=args.trust_remote_code,
-            chat_template_kwargs=args.chat_template_kwargs,
-            max_bad_rows=args.max_bad_rows,
-            system=args.system,
-            images=args,
-            info=ENGINES[args.infer_backend],
-        )
+    has_answers = have_answers(args.dataset)
+    if not has_answers and args.infer_backend not in ENGINES:
+        problem = f"--dataset {args.dataset[0]}: the rows have no answers"
+        raise UserError(problem, "add --infer_backend vllm, which answers them")
     return load_rows(
         model,
         args.dataset,
+        has_answers=has_answers,
         offered=vars(args),
         trust_remote_code=args.trust_remote_code,
         chat_template_kwargs=args.chat_template_kwargs,

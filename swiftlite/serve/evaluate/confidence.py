@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from swiftlite.engines.engine import Engine, Sampling
-from swiftlite.report.table import text_table
+from swiftlite.report.page import Table
 
 COLUMNS = ["draft_confidence", "drafted per step", "tokens per step", "tokens/s", "ratio"]
 
@@ -38,8 +38,8 @@ def by_confidence(
     return measured
 
 
-def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for each draft confidence, with the columns COLUMNS; ratios are relative to the first confidence."""
+def confidence_table(measured: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table with a row for each draft confidence; ratios are relative to the first confidence."""
     first = measured[0]["tokens_per_second"]
     rows = []
     for each in measured:
@@ -47,11 +47,10 @@ def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         figures = [each["drafted_per_step"], each["mean_accepted_length"]]
         rows.append([f"{each['draft_confidence']:g}", *(f"{x:.2f}" for x in figures), f"{speed:.1f}"])
         rows[-1].append(f"{speed / first:.2f}")
-    return rows
+    return Table("Speed on the same prompts", COLUMNS, rows)
 
 
-def confidence_table(measured: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table, followed by a line with the fastest draft confidence."""
+def fastest_line(measured: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line with the fastest draft confidence."""
     fastest = max(measured, key=lambda each: each["tokens_per_second"])
-    advice = f"fastest: --draft_confidence {fastest['draft_confidence']:g}"
-    return f"{text_table([COLUMNS, *confidence_rows(measured)])}\n\n{advice}"
+    return f"fastest: --draft_confidence {fastest['draft_confidence']:g}"

@@ -28,28 +28,11 @@ def have_answers(dataset: Sequence[str]) -> bool:
     return True
 
 
-def load_questions(
-    model: HfModel,
-    dataset: Sequence[str],
-    *,
-    trust_remote_code: bool,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    max_bad_rows: int,
-    system: str | None,
-    images: ImageArgs,
-    info: EngineInfo,
-) -> tuple[PromptEncoder, Data]:
-    """Load rows without answers, which only an engine can answer. For the arguments, see `load_rows`."""
-    tokenizer = load_tokenizer(model.directory, trust_remote_code, chat_template_kwargs)
-    prompts = PromptEncoder.open(images, model, tokenizer, info)
-    chats = load_prompts(dataset, system=system, max_bad_rows=max_bad_rows, no_images=prompts.no_images)
-    return prompts, Data([], [], chats, DataReport(), "")
-
-
 def load_rows(
     model: HfModel,
     dataset: Sequence[str],
     *,
+    has_answers: bool = True,
     offered: Collection[str] | None = None,
     trust_remote_code: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -62,6 +45,7 @@ def load_rows(
     """Load the rows as held-out samples, with the encoder of the model's prompts.
 
     Args:
+        has_answers: whether the rows have answers. Otherwise only an engine can answer them, and there are no samples.
         images: options for rows with images. Default: their defaults.
         info: the engine that answers the prompts; None without an engine.
         offered: names of the command's options; errors only name these options. Default: the options of `megatron sft`.
@@ -71,6 +55,9 @@ def load_rows(
     """
     tokenizer = load_tokenizer(model.directory, trust_remote_code, chat_template_kwargs)
     prompts = PromptEncoder.open(images or ImageArgs(), model, tokenizer, info)
+    if not has_answers:
+        chats = load_prompts(dataset, system=system, max_bad_rows=max_bad_rows, no_images=prompts.no_images)
+        return prompts, Data([], [], chats, DataReport(), "")
     parse = partial(parse_row, no_images=prompts.no_images)
     encoder = ConversationEncoder(prompts.template, max_length, "right", parse, prompts.images)
     return prompts, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system, offered=offered)

@@ -14,7 +14,6 @@ from functools import reduce
 from http.client import HTTPException
 from operator import add
 from pathlib import Path
-from pkgutil import resolve_name
 from urllib.error import HTTPError
 
 from swiftlite.acceptance.counts import DraftCounts
@@ -27,6 +26,7 @@ from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.server.metrics import read_draft_counts
 from swiftlite.report.table import text_table
 
 FILE = "acceptance_over_time.jsonl"
@@ -122,13 +122,13 @@ def read_server(server: str) -> Reading:
     text = get_metrics(server)
     engine = engine_of(server, text)
     supported = _supported()
-    if not engine.draft_counts:
+    if not engine.counts_drafts:
         raise UserError(
             f"--server {server} is a server of {engine.label}, which is not supported",
             f"give the address of a server of {supported}; swiftlite bench counts the drafts of {engine.label}",
         )
     try:
-        counts = resolve_name(engine.draft_counts)(text)
+        counts = read_draft_counts(text, engine.metrics_prefix)
     except (ValueError, KeyError) as error:
         raise UserError(
             f"--server {server}: /metrics of {engine.label} has an unknown format: {reason_of(error)}",
@@ -162,7 +162,7 @@ def engine_of(server: str, text: str) -> EngineInfo:
 
 def _supported() -> str:
     """Return the names of the engines whose servers count drafts."""
-    return " or ".join(ENGINES[name].label for name in names_with("draft_counts"))
+    return " or ".join(ENGINES[name].label for name in names_with("counts_drafts"))
 
 
 def get_metrics(server: str) -> str:
@@ -260,7 +260,7 @@ def interval_table(found: Sequence[Interval]) -> str:
         rows.append(["all", "", *_count_cells(reduce(add, (each.counts for each in found)))])
     positions = [f"position {number}" for number in range(1, max(depths) + 1)]
     head = ["from (UTC)", "to (UTC)", "drafts", "accepted length", *positions]
-    return text_table([head, *(row + [""] * (len(head) - len(row)) for row in rows)])
+    return text_table([head, *rows])
 
 
 def _count_cells(counts: DraftCounts) -> list[str]:

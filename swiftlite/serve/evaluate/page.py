@@ -9,10 +9,10 @@ from swiftlite.acceptance.report import AT_TEMPERATURE
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.report.figure import Bars, as_svg, draw_bars, share
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
-from swiftlite.serve.evaluate.confidence import COLUMNS, confidence_rows
+from swiftlite.serve.evaluate.confidence import confidence_table
 from swiftlite.serve.evaluate.position_tables import position_sections
 from swiftlite.serve.evaluate.rates import REPLAYED, ModelFigures, describe, num_rows, rates
-from swiftlite.serve.prompt_groups import group_columns, group_rows
+from swiftlite.serve.prompt_groups import group_table
 
 METHODS = {
     "teacher_forced": "Share of labels where a head predicts the same token as its trunk.",
@@ -57,10 +57,10 @@ def evaluation_page(
     if trunks:
         sections.append(trunks)
     if confidences:
-        table = Table("Speed on the same prompts", COLUMNS, confidence_rows(confidences))
-        sections.append(Section("Confidence threshold", "Speed at values of --draft_confidence.", tables=[table]))
+        tables = [confidence_table(confidences)]
+        sections.append(Section("Confidence threshold", "Speed at values of --draft_confidence.", tables=tables))
     if groups:
-        tables = [Table(f"By {kind}", group_columns(kind, found), group_rows(found)) for kind, found in groups.items()]
+        tables = [group_table(f"By {kind}", kind, found) for kind, found in groups.items()]
         sections.append(Section("Groups of prompts", "Drafts that the engine accepted.", tables=tables))
     lead = f"Acceptance of the heads of {directories['model']}"
     if "baseline" in directories:

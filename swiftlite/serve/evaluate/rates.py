@@ -80,9 +80,8 @@ def table(results: dict[str, ModelFigures]) -> str:
                 before = rates(method, found)
             shares = share_cells(rates(method, figures), before)
             lines.append([method, channel, str(num_rows(figures)), *shares])
-    num_columns = max(map(len, lines))
-    head = ["measured by", "channel", "rows", *(f"depth {k}" for k in range(1, num_columns - 2))]
-    return text_table([head, *(line + [""] * (num_columns - len(line)) for line in lines)])
+    head = ["measured by", "channel", "rows", *(f"depth {k}" for k in range(1, max(map(len, lines)) - 2))]
+    return text_table([head, *lines])
 
 
 def share_cells(found: list[float], before: list[float]) -> list[str]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from swiftlite.report.figure import Bars, draw_bars
 from swiftlite.report.page import Page, Section, Table, Tile
-from swiftlite.report.table import text_table
 from swiftlite.serve.evaluate.task_results import Score, TaskRun
 
 COLUMNS = [
@@ -85,20 +84,15 @@ class Compared:
         return change
 
 
-def task_table(compared: Sequence[Compared]) -> str:
-    """Return the table, with a line for each score."""
-    return f"{text_table([COLUMNS, *task_rows(compared)])}\n\n{MEANING}"
-
-
-def task_rows(compared: Sequence[Compared]) -> list[list[str]]:
-    """Return the cells of the table; acceptance and speed are in the first line of a task and model."""
+def task_table(compared: Sequence[Compared]) -> Table:
+    """Return a table with a line for each score; acceptance and speed are in the first line of a task and model."""
     rows = []
     for each in compared:
         rest = _speed_cells(each)
         for score in each.run.scores():
             rows.append([score.task, each.name, score.metric, _score_cell(score), _change_cell(each, score), *rest])
             rest = [""] * len(rest)
-    return rows
+    return Table("Quality, acceptance and speed", COLUMNS, rows)
 
 
 def _score_cell(score: Score) -> str:
@@ -153,11 +147,11 @@ def task_page(compared: Sequence[Compared], names: Mapping[str, str]) -> Page:
         bars = [Bars(name, [_at(compared, task, name, place) for task in tasks]) for name in names]
         title = f"Accepted drafts at position {place + 1}"
         figures.append(draw_bars(f"accepted-{place + 1}", title, tasks, bars, what="task", y="accepted"))
-    tables = [Table("Quality, acceptance and speed", COLUMNS, task_rows(compared))]
     lead = f"Tasks of lm-evaluation-harness with {names['model']}"
     if "baseline" in names:
         lead += f", compared with {names['baseline']}"
-    return Page("Evaluation with tasks", f"{lead}.", tiles, [Section("Tasks", MEANING, figures=figures, tables=tables)])
+    section = Section("Tasks", MEANING, figures=figures, tables=[task_table(compared)])
+    return Page("Evaluation with tasks", f"{lead}.", tiles, [section])
 
 
 def _at(compared: Sequence[Compared], task: str, name: str, place: int) -> float | None:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from swiftlite.args.commands import DeployArgs, EvaluateArgs
@@ -26,6 +25,7 @@ from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
 from swiftlite.engines.interrupt import raises_at_sigterm
 from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.metrics import read_draft_counts, read_throughput
 from swiftlite.engines.server.process import Server, serve
 from swiftlite.families.resolved import HfModel
 from swiftlite.hub.digest import digest_of_model
@@ -34,7 +34,7 @@ from swiftlite.report.page import render
 from swiftlite.runtime import lm_eval
 from swiftlite.serve import deploy
 from swiftlite.serve.evaluate.over_time import engine_of, get_metrics
-from swiftlite.serve.evaluate.task_page import Compared, task_page, task_table
+from swiftlite.serve.evaluate.task_page import MEANING, Compared, task_page, task_table
 from swiftlite.serve.evaluate.task_results import (
     FINISHED,
     TaskRun,
@@ -114,7 +114,7 @@ def measure_tasks(args: EvaluateArgs) -> None:
             if missing:
                 finished[each.words] |= _run(args, each, missing, directory / each.words)
     compared = _compare(names, args.tasks, finished)
-    print(task_table(compared))
+    print(f"{task_table(compared).text()}\n\n{MEANING}")
     report: dict[str, dict[str, Any]] = {name: {"directory": given, "tasks": {}} for name, given in names.items()}
     for each in compared:
         report[each.name]["tasks"][each.task] = each.to_json()
@@ -193,7 +193,7 @@ def _run(args: EvaluateArgs, answering: Answering, tasks: Sequence[str], directo
     found = {}
     with _server(args, answering, directory / "server.log") as (url, server):
         engine = engine_of(url, get_metrics(url))
-        if not engine.throughput:
+        if not engine.measures_requests:
             raise UserError(
                 f"--server {url} is a server of {engine.label}, which --tasks does not support",
                 "use swiftlite deploy --infer_backend vllm",
@@ -204,11 +204,13 @@ def _run(args: EvaluateArgs, answering: Answering, tasks: Sequence[str], directo
             before = get_metrics(url)
             results = _run_task(args, answering, task, (url, served_name, server), directory / task)
             after = get_metrics(url)
-            read_drafts, read_throughput = map(resolve_name, (engine.draft_counts, engine.throughput))
-            counts = read_drafts(after)
-            if counts is not None:
-                counts = counts.since(read_drafts(before))
-            run = TaskRun(results, counts, read_throughput(after).since(read_throughput(before)), directory / task)
+            counts = read_draft_counts(after, engine.metrics_prefix)
+            counted_before = read_draft_counts(before, engine.metrics_prefix)
+            if counts is not None and counted_before is not None:
+                counts = counts.since(counted_before)
+            throughput = read_throughput(after, engine.metrics_prefix)
+            throughput = throughput.since(read_throughput(before, engine.metrics_prefix))
+            run = TaskRun(results, counts, throughput, directory / task)
             atomic_write(directory / task / FINISHED, write_finished(run, _settings(args, answering)))
             found[task] = run
     return found

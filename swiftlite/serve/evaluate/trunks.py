@@ -15,7 +15,6 @@ from swiftlite.engines.quantization import quantization_of, quantization_words
 from swiftlite.families.resolved import HfModel
 from swiftlite.report.figure import share
 from swiftlite.report.page import Section, Table
-from swiftlite.report.table import text_table
 
 COLUMNS = ["trunk", "channel", "tokens", "loss", "same token as baseline", "quantization"]
 MEANING = (
@@ -69,17 +68,13 @@ def have_same_tokens(samples: Sequence[Sample], others: Sequence[Sample]) -> boo
     )
 
 
-def trunk_table(trunks: Mapping[str, Trunk]) -> str:
-    """Return a table of trunks by name ("model", and "baseline" if there is one), a line for each channel."""
-    return text_table([COLUMNS, *_rows(trunks)])
-
-
 def trunk_section(trunks: Mapping[str, Trunk]) -> Section:
-    """Return the table as a section of a page."""
-    return Section("Trunk", MEANING, tables=[Table("Quality of the trunk", COLUMNS, _rows(trunks))])
+    """Return the table of trunks as a section of a page."""
+    return Section("Trunk", MEANING, tables=[trunk_table(trunks)])
 
 
-def _rows(trunks: Mapping[str, Trunk]) -> list[list[str]]:
+def trunk_table(trunks: Mapping[str, Trunk]) -> Table:
+    """Return a table of trunks by name ("model", and "baseline" if there is one), a line for each channel."""
     rows = []
     for name, trunk in trunks.items():
         words = quantization_words(trunk.quantization) or "none"
@@ -87,4 +82,4 @@ def _rows(trunks: Mapping[str, Trunk]) -> list[list[str]]:
             agreement = share(found.get("top1_agreement"))
             rows.append([name, channel, str(found["tokens"]), f"{found['loss']:.4f}", agreement, words])
             words = ""  # once for each model
-    return rows
+    return Table("Quality of the trunk", COLUMNS, rows)

@@ -2,17 +2,24 @@
 
 import stat
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from gguf import GGUFWriter
 
+from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import Completion, Sampling
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp import embedded
-from swiftlite.engines.llamacpp.client import counts_of, request_of
+from swiftlite.engines.llamacpp.client import request_of
 from swiftlite.engines.llamacpp.engine import cut
 from swiftlite.engines.llamacpp.program import program
-from tests.messages import mentions
+from swiftlite.engines.llamacpp.server import DraftNumbers, server_options
+from swiftlite.engines.served_model import resolve_served
+from swiftlite.engines.server.metrics import counts_of
+from tests.messages import mentions, naming
+from tests.tiny import make_tiny_hf
 
 METRICS = """\
 llamacpp:spec_decode_num_draft_tokens_total 4
@@ -87,9 +94,29 @@ def test_an_answer_ends_at_the_first_stop_token(stop_type, stops, expected):
 
 
 def test_counts_of_positions_without_accepted_drafts_are_zero():
-    counts = counts_of(METRICS, 3)
+    counts = counts_of(METRICS, "llamacpp:", 3)
     assert (counts.drafts, counts.drafted, counts.accepted_per_position) == (2, 4, (1, 0, 0))
-    assert counts_of("", 2).drafted == 0
+    assert counts_of("", "llamacpp:", 2).accepted_per_position == (0, 0)
+
+
+@pytest.mark.parametrize(("architecture", "key"), [("dflash", "embedding_length"), ("eagle3", "target_hidden_size")])
+def test_a_drafter_of_another_trunk_is_refused(tmp_path, architecture, key):
+    """llama.cpp would crash. A model of its own can have any size."""
+    model = resolve_served(make_tiny_hf(tmp_path / "model", "qwen3"))
+    size = model.config["hidden_size"]
+    for name, hidden in ((architecture, 2 * size), (architecture, size), ("qwen3", 2 * size)):
+        draft = tmp_path / f"{name}-{hidden}.gguf"
+        writer = GGUFWriter(draft, name)
+        writer.add_uint32(f"{name}.{key}", hidden)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        is_refused = name == architecture and hidden != size
+        expected = pytest.raises(UserError, match=naming(f"{draft} {model.name}")) if is_refused else nullcontext()
+        with expected:
+            given = {"model_draft": str(draft)}
+            server_options(model, "float32", DraftNumbers(0, 0), None, 1, given, draws_drafts=False)
 
 
 def test_a_request_has_the_sampling_settings():

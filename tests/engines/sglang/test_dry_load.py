@@ -29,7 +29,7 @@ from swiftlite.families.gemma4_layers import key_layers
 from swiftlite.families.serving.built import builds_quantized, modules_of
 from swiftlite.families.serving.index import CONVENTIONS, MATCHINGS
 from swiftlite.families.serving.quantized import head_modules, unlisted_engines, with_heads_kept
-from tests.e2e.test_eagle3 import exported, sizes_of
+from tests.e2e.drafted import exported, sizes_of
 from tests.engines.broken import (
     BROKEN,
     BROKEN_DAILY,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.args.commands import DeployArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
@@ -17,6 +18,7 @@ from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.engine import draft_counts, engine_options
 from swiftlite.engines.sglang.options import cpu_variables, known_report
+from swiftlite.engines.sglang.server import server_command
 from tests.engines.dflash_reference import add_drafter
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
@@ -64,10 +66,13 @@ def has_gpu(monkeypatch):
 
 
 def add_block_drafter(directory: Path, rank: int, drafts: int = 3, **keys: Any) -> Path:
-    """Write a model with a drafter of 3 drafts, whose folder is not read here."""
+    """Write a model with a drafter of 3 drafts, whose folder has empty files."""
     add_drafter(make_tiny_hf(directory, "llama", num_hidden_layers=4), [1, 2], rank=rank)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"mtp_unroll": drafts, **keys}))
+    (directory / "draft").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (directory / "draft" / name).touch()
     return directory
 
 
@@ -94,6 +99,24 @@ def test_a_block_drafter_that_sglang_does_not_run(has_gpu, tmp_path, monkeypatch
     model = add_block_drafter(tmp_path / "whole", 0)
     with pytest.raises(UserError, match=naming("SGLang dflash GPU")):
         speculative(model, num_speculative_tokens=None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_of_the_drafter_is_missing(has_gpu, tmp_path, name):
+    model = add_block_drafter(tmp_path, 0)
+    (model / "draft" / name).unlink()
+    with pytest.raises(UserError, match=naming(f"draft/{name}")):
+        speculative(model, num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_recurrent_layers_require_a_gpu(tmp_path, monkeypatch, depth):
+    model = resolve_served(make_tiny_hf(tmp_path, "nemotron_h", depth, n_groups=8, mamba_num_heads=8))
+    config = EngineConfig(model, num_speculative_tokens=depth)
+    monkeypatch.setattr("swiftlite.engines.sglang.options.is_on_cpu", lambda: True)
+    for refuse in (lambda: engine_options(config), lambda: server_command(DeployArgs(model.name), model, False, None)):
+        with pytest.raises(UserError, match=naming("SGLang nemotron_h GPU")):
+            refuse()
 
 
 def test_groups_of_mamba_that_sglang_does_not_read(tmp_path):

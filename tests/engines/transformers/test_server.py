@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling
+from swiftlite.engines.server.metrics import read_draft_counts, read_throughput
 from swiftlite.engines.transformers.engine import TransformersEngine
 from swiftlite.engines.transformers.serve import NOT_SUPPORTED, Service
-from swiftlite.engines.transformers.server import read_draft_counts, read_throughput
+from swiftlite.engines.transformers.server import PREFIX
 from swiftlite.families.resolved import HfModel, resolve
 from tests.tiny import make_tiny_hf
 
@@ -103,11 +104,11 @@ def test_answers_and_metrics_are_those_of_the_engine(model):
     assert content["choices"][0]["text"] == load_tokenizer(model.directory).decode(
         completion.token_ids, skip_special_tokens=True
     )
-    assert read_draft_counts(text) == engine.draft_counts()
-    assert read_throughput(text).tokens == len(completion.token_ids)
-    assert read_throughput(text).seconds > 0
+    assert read_draft_counts(text, PREFIX) == engine.draft_counts()
+    assert read_throughput(text, PREFIX).tokens == len(completion.token_ids)
+    assert read_throughput(text, PREFIX).seconds > 0
     _, plain = with_client(model, use, num_tokens=0)
-    assert read_draft_counts(plain) is None
+    assert read_draft_counts(plain, PREFIX) is None
 
 
 def test_a_chat_is_a_completion_of_its_template(model):

@@ -12,8 +12,8 @@ from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.client import Answer
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import ChatPrompt, ImagePrompt, PromptEncoder
-from swiftlite.engines.vllm.client import read_answer
-from swiftlite.engines.vllm.metrics import read_cached_tokens, read_metrics
+from swiftlite.engines.server import metrics
+from swiftlite.engines.vllm.client import CACHED_TOKENS, read_answer
 from swiftlite.families.resolved import resolve
 from tests.data.images import noise
 from tests.engines.small_server import streamed, with_server
@@ -44,7 +44,7 @@ def test_vllm_counts_over_all_its_engines():
     for engine, position, value in ((0, 0, 3), (0, 1, 1), (1, 0, 1), (1, 1, 0)):
         labels = f'engine="{engine}",model_name="m",position="{position}"'
         lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {value}.0")
-    assert read_metrics("\n".join([*lines, ""]), 2) == DraftCounts(7, 14, (4, 1))
+    assert metrics.counts_of("\n".join([*lines, ""]), "vllm:", 2) == DraftCounts(7, 14, (4, 1))
 
 
 def test_vllm_counts_what_came_from_the_cache():
@@ -52,7 +52,7 @@ def test_vllm_counts_what_came_from_the_cache():
     for engine, hits in ((0, 128), (1, 256)):
         lines.append(f'vllm:prefix_cache_queries_total{{engine="{engine}"}} 400.0')
         lines.append(f'vllm:prefix_cache_hits_total{{engine="{engine}"}} {hits}.0')
-    assert read_cached_tokens("\n".join([*lines, ""])) == 384
+    assert metrics.total("\n".join([*lines, ""]), CACHED_TOKENS) == 384
 
 
 @pytest.fixture

@@ -161,14 +161,3 @@ def test_another_engine_that_fails_is_named(complete, capsys, caplog, monkeypatc
     run(complete)
     assert has_line(caplog.text, "WARNING llama.cpp llamacpp/export 1")
     assert has_line(capsys.readouterr().out, "swiftlite deploy --num_speculative_tokens 2")
-
-
-@pytest.mark.parametrize("name", ["run/acceptance.json", "bench/bench.json"])
-@pytest.mark.parametrize("content", ["", "{", "{}", "[1]"])
-def test_damaged_results_are_named(complete, name, content):
-    path = Path(complete.output_dir) / "round-1" / name
-    path.write_text(content)
-    with pytest.raises(UserError) as raised:
-        run(complete)
-    assert mentions(raised.value.problem, str(path))
-    assert mentions(raised.value.hint, "delete")

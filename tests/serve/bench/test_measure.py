@@ -9,7 +9,7 @@ import pytest
 
 from swiftlite.args.commands import BenchArgs
 from swiftlite.base.errors import UserError
-from swiftlite.engines.client import Answer
+from swiftlite.engines.client import Answer, Client
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.serve.bench.measure import (
@@ -53,7 +53,7 @@ def test_the_server_that_died_is_named(tmp_path):
             measure(BenchArgs(concurrency=[1]), targets, [[1]], Sampling(4), None, print)
 
 
-class Counting:
+class Counting(Client):
     """A client that answers later prompts sooner, and counts the requests in flight."""
 
     def __init__(self):

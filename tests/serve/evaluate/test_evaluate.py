@@ -29,7 +29,7 @@ from swiftlite.families.resolved import resolve
 from swiftlite.model.build import build_model
 from swiftlite.model.inputs import ModelInputs
 from swiftlite.serve.evaluate.by_engine import by_engine
-from swiftlite.serve.evaluate.confidence import confidence_rows, confidence_table
+from swiftlite.serve.evaluate.confidence import confidence_table, fastest_line
 from swiftlite.serve.evaluate.evaluation_rows import load_rows
 from swiftlite.serve.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.serve.evaluate.position_tables import position_tables
@@ -186,10 +186,10 @@ def test_values_of_draft_confidence_are_compared(tmp_path, rows, capsys):
         {**always, "tokens_per_second": 10.0},
         {**never_sure, "mean_accepted_length": 1.5, "tokens_per_second": 12.5},
     ]
-    assert confidence_rows(figures)[1] == ["1", "1.00", "1.50", "12.5", "1.25"]
-    assert mentions(confidence_table(figures).splitlines()[-1], "--draft_confidence 1")
+    assert confidence_table(figures).rows[1] == ["1", "1.00", "1.50", "12.5", "1.25"]
+    assert mentions(fastest_line(figures), "--draft_confidence 1")
     page = evaluation_page({"model": {}}, {"model": "m"}, confidences=figures)
-    assert page.sections[-1].tables[0].rows == confidence_rows(figures)
+    assert page.sections[-1].tables[0] == confidence_table(figures)
 
 
 def test_the_page_and_the_chart_name_the_temperature():

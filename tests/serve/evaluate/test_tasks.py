@@ -25,7 +25,7 @@ from swiftlite.engines.server.process import serve
 from swiftlite.families.resolved import resolve
 from swiftlite.runtime import lm_eval
 from swiftlite.serve import deploy
-from swiftlite.serve.evaluate.task_page import Compared, task_page, task_rows
+from swiftlite.serve.evaluate.task_page import Compared, task_page, task_table
 from swiftlite.serve.evaluate.task_results import Score, TaskRun, read_finished, read_lm_eval, write_finished
 from tests.messages import has_line, mentions
 from tests.tiny import make_tiny_hf
@@ -215,7 +215,7 @@ def test_results_are_compared(tmp_path):
     without = task_run(tmp_path / "b", 0.5, ["x", "y", "z", "v"])
     before = task_run(tmp_path / "c", 0.9, ["x", "", "", ""])
     compared = Compared("t", "model", with_drafts, without, before)
-    (row,) = task_rows([compared])
+    (row,) = task_table([compared]).rows
     assert row == ["t", "model", "acc", "0.5000 ± 0.1000", "-0.4000", *row[5:]]
     assert row[5:] == ["75.0%", "60.0%, 30.0%", "1.90", "20.00", "20.00"]
     content = compared.to_json()
