@@ -165,7 +165,7 @@ def test_a_quantized_model_is_compared_with_the_unquantized_one(run, tmp_path, m
     assert has_line(text, f"{before['trunk']['loss']:.4f} {content['trunk']['loss']:.4f}")
     assert has_line(text, f"{content['trunk']['top1_agreement']:.1%}")
     shares = [each["teacher_forced"]["acceptance_per_depth"][0] for each in (before, content)]
-    assert has_line(text, f"{shares[0]:.1%} {shares[1]:.1%}")
+    assert has_line(text, f"head 1 {shares[0]:.1%} {shares[1]:.1%}")
     counts = [each["replayed"] for each in (before, content)]
     assert has_line(text, " ".join(f"{each['accepted']} {each['drafted']}" for each in counts))
     assert has_line(text, "61 100 61.0%")  # of the run, before the quantization
@@ -194,6 +194,7 @@ def test_counts_of_engines_are_compared(tmp_path):
     assert has_line(text, "sglang 44 100")
     assert has_line(text, "1.1250 1.2500")
     assert has_line(text, "87.5%")
+    assert has_line(text, "head 1 50.0% 50.0%")
 
 
 def test_heads_before_the_end_of_a_run_have_not(run, tmp_path, mesh):

@@ -69,6 +69,7 @@ def test_images_have_a_place_and_a_size(here, args, change, problem, hint):
         ("plain", "--dataset"),
         ("Ms:org/rows", "ms:org/rows"),
         ("train.jsonl#0", "train.jsonl#500"),
+        ("speed-bench:plain", "SPEED-Bench"),
     ],
 )
 def test_a_dataset_that_cannot_be_read_has_a_next_step(here, dataset, hint):

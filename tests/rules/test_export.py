@@ -104,6 +104,18 @@ def test_a_drafter_is_not_grafted(here, args):
     assert mentions(problem, "--mtp_graft_from drafted eagle3")
 
 
+def test_a_drafter_is_not_quantized(here):
+    args = ExportArgs(model="drafted", output_dir="new", quant_method="rtn")
+    ((problem, hint),) = problems_of(args)
+    assert mentions(problem, "--quant_method rtn eagle3")
+    assert mentions(hint, "remove")
+
+
+def test_a_limit_of_a_gguf_file_requires_heads(here):
+    args = ExportArgs(model="plain", output_dir="new", to_gguf=True, val_dataset=["val.jsonl"], min_acceptance=0.1)
+    assert any(mentions(problem, "--min_acceptance 0.1 heads") for problem, _ in problems_of(args))
+
+
 def test_llamacpp_has_no_eagle3_1(here):
     args = ExportArgs(model="drafted", output_dir="new", to_gguf=True)
     ((problem, _),) = problems_of(args)

@@ -45,6 +45,7 @@ def test_adapters_stand_beside_transformer_engine_s_layers(here, monkeypatch, co
         ),
         (replace(LORA, lora_rank=64), "--lora_rank 64 hidden_size 48", "--tuner_type full"),
         (replace(LORA, target_modules=[]), "--target_modules", ""),
+        (replace(LORA, target_modules=["q_proj", "nosuch"]), "--target_modules nosuch", "down_proj gate_proj k_proj"),
         (replace(LORA, target_modules=["query"]), "--target_modules query", "down_proj gate_proj k_proj"),
         (replace(LORA, target_modules=["lm_head"]), "--target_modules lm_head", "--lora_modules_to_save lm_head"),
         (replace(LORA, lora_modules_to_save=["nrm"]), "--lora_modules_to_save nrm", "embed_tokens"),

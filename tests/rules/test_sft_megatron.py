@@ -32,6 +32,11 @@ def having(settings, **changes):
         ({"decoupled_lr": 0.1}, {"mtp_mode": "heads_only", "model": "mtp2"}, "--mtp_mode heads_only"),
         ({"decoupled_lr": 0.1}, {"tuner_type": "lora"}, "--tuner_type lora"),
         ({"decoupled_min_lr": 0.0}, {}, "decoupled_lr"),
+        (
+            {"decoupled_lr": 0.1, "decoupled_min_lr": 0.0},
+            {"lr_decay_style": "constant"},
+            "--lr_decay_style constant",
+        ),
         ({"decoupled_weight_decay": False}, {"weight_decay": 0.0}, "--weight_decay 0"),
         ({"apply_wd_to_qk_layernorm": True}, {"weight_decay": 0.0}, "--weight_decay 0"),
         ({"apply_wd_to_qk_layernorm": True}, {"tuner_type": "lora"}, "--tuner_type lora"),
@@ -40,7 +45,7 @@ def having(settings, **changes):
 def test_a_setting_without_effect(here, settings, changes, reason):
     args = having(settings, **changes)
     ((problem, hint),) = problems_of(args)
-    (name,) = settings
+    *_, name = settings
     assert mentions(problem, f"--megatron_config {name} {reason}")
     assert mentions(hint, name)
 
