@@ -183,3 +183,9 @@ def test_layouts_that_only_the_teacher_does_not_support_are_named(options, tmp_p
     rules.check(options(**layout), 2)
     with pytest.raises(OptionError, match=naming(f"--teacher_model {teacher} 3 2")):
         rules.check(options(teacher_model=str(teacher), **layout), 2)
+
+
+def test_a_teacher_with_another_vocabulary_size_is_named(options, tmp_path):
+    teacher = make_tiny_hf(tmp_path / "small", "qwen3", vocab_size=96)
+    with pytest.raises(OptionError, match=naming(f"--teacher_model {teacher} vocab_size 96")):
+        rules.check(options(teacher_model=str(teacher)), 1)
