@@ -57,13 +57,8 @@ class DraftCounts:
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
         """Return these counts minus the earlier counts `before`."""
-        pairs = zip_longest(self.accepted_per_position, before.accepted_per_position, fillvalue=0)
-        return DraftCounts(
-            self.drafts - before.drafts,
-            self.drafted - before.drafted,
-            tuple(now - then for now, then in pairs),
-            self.ngram + -before.ngram,
-        )
+        accepted = tuple(-number for number in before.accepted_per_position)
+        return self + DraftCounts(-before.drafts, -before.drafted, accepted, -before.ngram)
 
     def to_json(self) -> dict[str, object]:
         """Return the counts in the format of acceptance.json; rates are 0 if no token was drafted."""

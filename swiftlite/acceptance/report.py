@@ -7,7 +7,7 @@ drafts.json contains some held-out answers, with the head that drafted each toke
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,20 +82,28 @@ def add_run_answers(path: Path, when: Literal["before", "after"], answers: Seque
 def read_answers(run: Path) -> dict[str, Any]:
     """Return the stored answers of a run, under the keys "before" and "after" (training).
 
-    The result is empty if the file is missing or damaged, because answers are only displayed. For a damaged file, a
-    warning is logged.
+    The result is that of `read_displayed`.
     """
-    path = run / ANSWERS_FILE
+    return read_displayed(run / ANSWERS_FILE)
+
+
+def read_displayed(path: Path, keys: Collection[str] = ()) -> dict[str, Any]:
+    """Return the object in a JSON file that is only displayed: empty if the file is missing or damaged. For a damaged
+    file, a warning is logged.
+
+    Args:
+        keys: keys without which the file is damaged.
+    """
     try:
         content = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):
         content = None
-    if not isinstance(content, dict):
-        logger.warning("%s is damaged; the report does not include it", path)
-        return {}
-    return content
+    if isinstance(content, dict) and content.keys() >= set(keys):
+        return content
+    logger.warning("%s is damaged; omitted from the report", path)
+    return {}
 
 
 def read_summary(path: Path) -> dict[str, float]:

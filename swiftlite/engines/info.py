@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
@@ -19,11 +19,9 @@ from swiftlite.bridge.encoding.quantization import Quantization
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.families import Family
 from swiftlite.families.drafters import DRAFTERS, DrafterOptions, with_drafter
+from swiftlite.families.serving.convention import Convention
+from swiftlite.families.serving.index import CONVENTIONS
 from swiftlite.runtime.environment import has_bfloat16_instructions, sees_gpu
-
-if TYPE_CHECKING:
-    from swiftlite.families import Family
-    from swiftlite.families.serving.convention import Convention
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,6 @@ class EngineInfo:
         distributions: possible names of the package's pip distribution.
         install: command to install the package.
         adapter: name of the `Engine` class, which is called with an `EngineConfig`.
-        convention: name of the function that maps a `Family` to the `Convention` with which the engine runs the
-            family's heads. The function returns None for a family that was not measured.
         measured: prefix of the engine's version with which conventions were measured; "" if conventions are the same in
             all versions.
         is_required: whether the package is a dependency of swiftlite.
@@ -88,9 +84,8 @@ class EngineInfo:
         emulates_bfloat16: whether the engine is slower in bfloat16 than in float32 on a processor without instructions
             for bfloat16.
         options_class: class of the engine's own options in args/fields.py, a base class of the commands' option
-            classes; None if the engine has no options. The name of each option starts with the engine's name.
-        read_speculative_config: function that returns the speculative options that the user set in a command's options,
-            under the engine's names; it returns None if the user set none.
+            classes; None if the engine has no options. The name of each option starts with the engine's name, and
+            those of speculative decoding with ENGINE_speculative.
         rules: functions that yield (problem, hint) for invalid options.
         server: name of the function that returns a `ServerCommand`, in which `--port` precedes the port; its arguments
             are `DeployArgs`, an `HfModel`, whether the server drafts, and a `DraftSchedule` or None. If "", `deploy`
@@ -126,7 +121,6 @@ class EngineInfo:
     distributions: tuple[str, ...]
     install: str
     adapter: str
-    convention: str
     locate: str = ""
     measured: str = ""
     is_required: bool = False
@@ -154,7 +148,6 @@ class EngineInfo:
     without_draft_vocab: tuple[str, ...] = ()
     emulates_bfloat16: bool = False
     options_class: type | None = None
-    read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None
     rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()
     server: str = ""
     client: str = ""
@@ -270,10 +263,15 @@ class EngineInfo:
         return kwargs
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
-        """Return the speculative options that the user set, under the engine's names; None if the user set none."""
+        """Return the speculative options that the user set, under the engine's names; None if the user set none.
+
+        An option ENGINE_speculative_config contains them all.
+        """
         if not self.has_options_in(args):
             return None
-        return self.read_speculative_config(args)
+        given = {name.removeprefix(f"{self.name}_"): vars(args)[name] for name in self.speculative_option_names}
+        given = {name: value for name, value in given.items() if value is not None}
+        return given.get("speculative_config", given or None)
 
     def problems(self, args: Any) -> Iterator[Problem]:
         """Yield the problems found by the engine's own rules."""
@@ -295,13 +293,15 @@ class EngineInfo:
                 "use --temperature 0, --speculative none, or --infer_backend transformers",
             )
 
-    def convention_for(self, family: "Family") -> "Convention":
+    def convention_for(self, family: Family) -> Convention:
         """Return the convention with which the engine runs the heads of a family.
+
+        It is that of `families/serving/index.py`.
 
         Raises:
             UserError: the convention was not measured.
         """
-        found = resolve_name(self.convention)(family)
+        found = CONVENTIONS[self.name](family)
         if found is None:
             raise UserError(
                 f"{self.label} is not supported for MTP heads of {family.name}: its inputs of the heads are unknown",

@@ -50,7 +50,7 @@ class GgufArchitecture:
 
     name: str
     naming: Naming
-    metadata: Callable[[Family, HfConfig, int], Metadata]
+    metadata: Callable[[Family, HfConfig, int], Metadata] = lambda family, hf_config, heads: {}
     problems: Callable[[Family, HfConfig, int], Iterable[str]] = lambda family, hf_config, heads: ()
     constants: Callable[[Family, HfConfig], list[Conversion]] = lambda family, hf_config: []
     has_heads: bool = True
@@ -195,10 +195,6 @@ def _nemotron_h(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
     return metadata
 
 
-def _no_more(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
-    return {}
-
-
 RECORDS = (
     GgufArchitecture("glm4moe", Naming(_POST_NORM, idle_expert=True), _glm4moe),
     GgufArchitecture("hy_v3", Naming(_BIAS, idle_shared=True), _hy_v3),
@@ -206,13 +202,13 @@ RECORDS = (
     GgufArchitecture("qwen3next", Naming(_POST_NORM, joins_decays=True), _hybrid),
     GgufArchitecture("qwen35", Naming(_POST_NORM, tiles_values=True), _qwen35),
     GgufArchitecture("qwen35moe", Naming(_POST_NORM, tiles_values=True), _qwen35),
-    GgufArchitecture("llama", Naming(pairs_channels=True), _no_more, has_heads=False),
-    GgufArchitecture("qwen3", Naming(), _no_more, has_heads=False),
+    GgufArchitecture("llama", Naming(pairs_channels=True), has_heads=False),
+    GgufArchitecture("qwen3", Naming(), has_heads=False),
     GgufArchitecture(
         "gemma4",
         Naming(),
-        lambda family, hf_config, heads: gemma4.trunk_metadata(family, hf_config),
-        lambda family, hf_config, heads: gemma4.problems(family, hf_config),
+        gemma4.trunk_metadata,
+        gemma4.problems,
         gemma4.constants,
         has_heads=False,
         has_windows=True,

@@ -28,7 +28,7 @@ _ROPE_TYPES = (("default",), ("default", "proportional"))
 """The supported types of rotary embeddings, in the order of `KINDS`."""
 
 
-def trunk_metadata(family: Family, hf_config: HfConfig) -> Metadata:
+def trunk_metadata(family: Family, hf_config: HfConfig, heads: int) -> Metadata:
     """Return the keys of a trunk that other architectures do not have, or have with other values."""
     architecture = family.architecture(hf_config)
     mlps = [_dense(layer) for layer in architecture.layers]
@@ -109,7 +109,7 @@ def _attention_metadata(architecture: Architecture, layers: Sequence[Layer]) -> 
     }
 
 
-def problems(family: Family, hf_config: HfConfig) -> Iterator[str]:
+def problems(family: Family, hf_config: HfConfig, heads: int) -> Iterator[str]:
     """Yield a line for each setting that llama.cpp does not support."""
     architecture = family.architecture(hf_config)
     kinds = _attentions(architecture.layers)

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,10 +169,7 @@ def _announce(writer: "GGUFWriter", name: str, shape: Sequence[int], kind: "GGML
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quant_shape_to_byte_shape
 
     block, size = GGML_QUANT_SIZES[kind]
-    count = 1
-    for length in shape:
-        count *= length
-    num_bytes = count // block * size
+    num_bytes = prod(shape) // block * size
     if kind is GGMLQuantizationType.F32:
         writer.add_tensor_info(name, shape, numpy.dtype(numpy.float32), num_bytes)
     elif kind is GGMLQuantizationType.F16:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -24,10 +24,14 @@ class Resumable:
 
     Attributes:
         settings: options that a resumed command must not change.
+        seconds: seconds of each completed step by its name, such as "round-1/answers".
+        unfinished: seconds so far of each step that is running or was interrupted.
     """
 
     FILE: ClassVar[str]
     settings: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+    unfinished: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -64,9 +68,20 @@ class Resumable:
         Raises:
             UserError: the file cannot be written.
         """
-        path = directory / self.FILE
-        try:
-            atomic_write(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
-        except OSError as error:
-            problem = f"--output_dir: {path} cannot be written: {error.strerror}"
-            raise UserError(problem, "free disk space and run the same command again") from None
+        write_result(directory / self.FILE, json.dumps(asdict(self), indent=2).encode() + b"\n")
+
+
+def write_result(path: Path, content: bytes, note: str = "") -> None:
+    """Write a file to --output_dir.
+
+    Args:
+        note: what to add to the hint of the error, such as "; all answers are stored".
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        atomic_write(path, content)
+    except OSError as error:
+        problem = f"--output_dir: {path} cannot be written: {error.strerror}"
+        raise UserError(problem, f"free disk space and run the same command again{note}") from None

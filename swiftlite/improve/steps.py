@@ -3,6 +3,7 @@
 Each step is a command of swiftlite in a separate process; the command is printed before it runs.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -14,27 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
+from swiftlite.args.commands import AdaptArgs, SpeedupArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
+from swiftlite.improve.resumable import Resumable
 from swiftlite.runtime.parent import exit_with_parent
 
 SECONDS_BETWEEN_WRITES = 5
-
-
-class Progress(Protocol):
-    """The state of a command that runs steps, in a file of its output directory.
-
-    Attributes:
-        seconds: seconds of each completed step by its name.
-        unfinished: seconds so far of each step that is running or was interrupted.
-    """
-
-    seconds: dict[str, float]
-    unfinished: dict[str, float]
-
-    def write(self, directory: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -58,12 +46,29 @@ class CommandStep:
         return shlex.join(("swiftlite", *self.words))
 
 
-def is_complete(step: CommandStep, progress: Progress) -> bool:
+def model_words(args: SpeedupArgs | AdaptArgs, model: str, torch_dtype: str) -> list[str]:
+    """Return the options of a command that name a model and state how it is read."""
+    words = ["--model", model, "--torch_dtype", torch_dtype]
+    if args.trust_remote_code:
+        words += ["--trust_remote_code", "true"]
+    if args.chat_template_kwargs:
+        words += ["--chat_template_kwargs", json.dumps(args.chat_template_kwargs)]
+    return words
+
+
+def export_step(name: str, directory: Path) -> CommandStep:
+    """Return the command that exports the run in `directory` / "run" to `directory` / "hf", as the step NAME/export."""
+    output = directory / "hf"
+    words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(output))
+    return CommandStep(f"{name}/export", words, output / "config.json", is_atomic=True)
+
+
+def is_complete(step: CommandStep, progress: Resumable) -> bool:
     """Return whether a step has run, and its result still exists."""
     return step.name in progress.seconds and step.result.exists()
 
 
-def run_step(step: CommandStep, progress: Progress, directory: Path) -> None:
+def run_step(step: CommandStep, progress: Resumable, directory: Path) -> None:
     """Run a step unless it is complete, and record its duration, including the duration of interrupted attempts.
 
     An interrupted step runs again. All commands resume from their files, except `bench`, which starts from the

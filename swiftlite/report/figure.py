@@ -150,14 +150,9 @@ def draw_bars(
         for place_of, each in enumerate(bars):
             places = [group + place_of * thickness for group in range(len(groups))]
             widths = [factor * (height or 0.0) for height in each.heights]
-            color = SERIES[place_of % len(SERIES)]
-            fill = "none"
-            if place_of % len(SERIES) == 0:
-                fill = color
-            drawn = axis.barh(places, widths, 0.85 * thickness, color=fill, edgecolor=color)
+            drawn = axis.barh(places, widths, 0.85 * thickness, **_look(place_of))
             for place, width, height, bar in zip(places, widths, each.heights, drawn, strict=True):
                 bar.set_gid(f"mark-{place_of + 1}-{place:.2f}")
-                bar.set_hatch(HATCHES[place_of % len(HATCHES)])
                 if height is not None:
                     text = f"{width:.0f}\u00a0%" if is_share else number(width)
                     axis.annotate(text, (width, place), (4, 0), textcoords="offset points", va="center")
@@ -196,12 +191,7 @@ def draw_stacks(name: str, title: str, layers: Sequence[Line], *, x: str, y: str
     with _axes() as (figure, axis):
         for number, layer in enumerate(layers):
             heights = [value for _, value in layer.points]
-            color = SERIES[number % len(SERIES)]
-            fill = "none"
-            if number % len(SERIES) == 0:
-                fill = color
-            hatch = HATCHES[number % len(HATCHES)]
-            drawn = axis.bar(places, heights, width, bottoms, color=fill, edgecolor=color, hatch=hatch, linewidth=0.8)
+            drawn = axis.bar(places, heights, width, bottoms, linewidth=0.8, **_look(number))
             for place, bar in zip(places, drawn, strict=True):
                 bar.set_gid(f"mark-{number + 1}-{place:.2f}")
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
@@ -212,6 +202,15 @@ def draw_stacks(name: str, title: str, layers: Sequence[Line], *, x: str, y: str
     names = [layer.name for layer in layers]
     table = _table_of(layers, x, y, is_share=False)
     return Figure(name, title, "; ".join(summaries) + ".", svg, names, table, is_bars=True)
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Return color and hatching of the bars of a series; only the first one is filled."""
+    place = number % len(SERIES)
+    fill = "none"
+    if place == 0:
+        fill = SERIES[0]
+    return {"color": fill, "edgecolor": SERIES[place], "hatch": HATCHES[place]}
 
 
 def share(value: float | None) -> str:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from swiftlite.base.json_file import read_json
-from swiftlite.base.log import logger
+from swiftlite.acceptance.report import read_displayed
 
 FOLDER = "profile"
 TABLE_SUFFIX = ".operators.json"
@@ -13,14 +12,5 @@ _KEYS = {"steps", "rank", "device", "trace", "operators"}
 
 def read_profiles(run: Path) -> list[dict[str, Any]]:
     """Return the tables of a run's profiles, in the order of their files; damaged files cause a warning."""
-    found = []
-    for path in sorted((run / FOLDER).glob(f"[!.]*{TABLE_SUFFIX}")):
-        try:
-            content = read_json(path)
-        except (OSError, ValueError):
-            content = None
-        if isinstance(content, dict) and set(content) >= _KEYS:
-            found.append(content)
-        else:
-            logger.warning("%s is damaged; omitted from the report", path)
-    return found
+    paths = sorted((run / FOLDER).glob(f"[!.]*{TABLE_SUFFIX}"))
+    return list(filter(None, (read_displayed(path, _KEYS) for path in paths)))

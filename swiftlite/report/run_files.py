@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance, read_answers
+from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance, read_answers, read_displayed
 from swiftlite.base.errors import UserError
-from swiftlite.base.json_file import parse_json, read_json
+from swiftlite.base.json_file import parse_json
 from swiftlite.base.log import logger
 from swiftlite.base.redact import redact
 from swiftlite.report.metrics import curve, read_metrics
@@ -71,8 +71,8 @@ def read_run(directory: Path) -> RunFiles:
             logger.warning("%s; omitted from the page", error.problem)
     return RunFiles(
         name=directory.absolute().name,
-        options=redact(_read_object(directory / "args.json")),
-        report=_read_object(directory / "run_report.json"),
+        options=redact(read_displayed(directory / "args.json")),
+        report=read_displayed(directory / "run_report.json"),
         acceptance=acceptance,
         answers=read_answers(directory),
         metrics=read_metrics(directory),
@@ -94,16 +94,3 @@ def _read_rollouts(directory: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, TypeError) as error:
         logger.warning("%s cannot be read: %s; omitted from the page", files[-1], error)
         return []
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = read_json(path)
-    except (OSError, ValueError):
-        content = None
-    if isinstance(content, dict):
-        return content
-    logger.warning("%s is damaged; omitted from the page", path)
-    return {}

@@ -12,7 +12,6 @@ from swiftlite.base.errors import UserError
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES
 from swiftlite.families.serving.convention import Convention, Serving
-from swiftlite.families.serving.index import CONVENTIONS
 from tests.messages import naming
 from tests.tiny import CANNOT_DRAFT, ONLY_IN_TRANSFORMERS, ONLY_IN_VLLM
 
@@ -24,7 +23,6 @@ def test_every_family_has_a_line(engine, family):
         with pytest.raises(UserError, match=naming(f"{ENGINES[engine].label} {family}")):
             ENGINES[engine].convention_for(FAMILIES[family])
         return
-    assert CONVENTIONS[engine](FAMILIES[family]) == ENGINES[engine].convention_for(FAMILIES[family])
     assert ENGINES[engine].convention_for(FAMILIES[family]).draft
 
 

@@ -10,7 +10,7 @@ import pytest
 from swiftlite.engines.index import ENGINES
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-TARGETS = ("adapter", "convention", "server", "client", "dry_load", "known_report", "drafting_problem")
+TARGETS = ("adapter", "server", "client", "dry_load", "known_report", "drafting_problem")
 
 
 @pytest.mark.parametrize("name", ENGINES)

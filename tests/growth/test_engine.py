@@ -40,6 +40,7 @@ from swiftlite.engines.transformers.mtp_heads import MtpSteps, load_heads
 from swiftlite.families import Family
 from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.convention import Convention
+from swiftlite.families.serving.index import CONVENTIONS
 from tests.engines.reference import Reference
 from tests.forked import Host
 from tests.messages import answers_equal, has_line, mentions
@@ -55,7 +56,6 @@ PLAIN = EngineInfo(
     distributions=("transformers",),
     install="pip install transformers",
     adapter=f"{HERE}:PlainEngine",
-    convention=f"{HERE}:convention",
     is_batched=False,
     server=f"{HERE}:server_command",
     client=f"{HERE}:PlainClient",
@@ -220,6 +220,7 @@ def look(config: EngineConfig) -> LoadReport:
 def added(monkeypatch) -> None:
     """Add the engine to the table, and let other processes find this file."""
     monkeypatch.setitem(ENGINES, PLAIN.name, PLAIN)
+    monkeypatch.setitem(CONVENTIONS, PLAIN.name, convention)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -285,7 +286,7 @@ def test_help_and_refusals(added, capsys):
 
 def with_engine(words: list[str]) -> int:
     """Run a command in a process that has the engine in its table."""
-    ENGINES[PLAIN.name] = PLAIN
+    ENGINES[PLAIN.name], CONVENTIONS[PLAIN.name] = PLAIN, convention
     return main(words)
 
 

@@ -1,9 +1,8 @@
 """Check a GGUF file with a server of llama.cpp: it loads the file, and its tokens are those of the HF tokenizer."""
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from swiftlite.base.errors import UserError, clip
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.llamacpp.request import post
-from swiftlite.engines.server.process import serve
+from swiftlite.engines.server.process import serve_with_short_log
 from swiftlite.engines.server_command import ServerCommand, flags
 
 TEXTS = (
@@ -136,14 +135,8 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
     """
     options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": 0, "ctx_size": 256, "parallel": 1}
     options |= {"jinja": True, "no_warmup": True, **(more or {})}
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-"))
-        try:
-            command = ServerCommand([*words, *flags(options)])
-            server = stack.enter_context(serve(command, Path(directory) / "server.log"))
-        except UserError as error:
-            # The hint names the log, which is removed.
-            raise UserError(f"llama.cpp cannot load {file.name}: {error.problem}") from None
+    command = ServerCommand([*words, *flags(options)])
+    with serve_with_short_log(command, f"llama.cpp cannot load {file.name}") as server:
         try:
             yield server.url
         except OSError as error:

@@ -1,11 +1,9 @@
 """Adapt llama.cpp: run its server, with one request per prompt."""
 
 import json
-import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -19,7 +17,7 @@ from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.llamacpp.server import SLOTS, draft_numbers, max_length, server_options
 from swiftlite.engines.server.metrics import counts_of
-from swiftlite.engines.server.process import serve
+from swiftlite.engines.server.process import serve_with_short_log
 from swiftlite.engines.server_command import ServerCommand, flags
 
 
@@ -52,18 +50,10 @@ class LlamacppEngine:
         )
         files = gguf_options(model, config.torch_dtype, drafts=numbers.heads > 0)
         given = {**files, "host": "127.0.0.1", "port": 0, **options}
-        self._running = ExitStack()
-        directory = Path(self._running.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-llamacpp-")))
         command = ServerCommand([*words, *flags(given)])
-        try:
-            self._server = self._running.enter_context(serve(command, directory / "server.log"))
-        except UserError as error:
-            self._running.close()
-            # The hint names the log, which is removed.
-            raise UserError(f"llama.cpp: {error.problem}", "see --llamacpp_engine_kwargs") from None
-        except BaseException:
-            self._running.close()
-            raise
+        self._running = ExitStack()
+        served = serve_with_short_log(command, "llama.cpp", "see --llamacpp_engine_kwargs")
+        self._server = self._running.enter_context(served)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None

@@ -15,7 +15,6 @@ LLAMACPP = EngineInfo(
         "LLAMA_SERVER=FILE, or pip install -r requirements/llamacpp.txt"
     ),
     adapter="swiftlite.engines.llamacpp.engine:LlamacppEngine",
-    convention="swiftlite.families.serving.llamacpp:convention",
     measured="b11549",
     server_takes_draft_schedule=False,
     sampling_options=("top_p", "top_k", "min_p", "repetition_penalty"),

@@ -5,6 +5,7 @@ and norms start with `mtp.heads.{k}`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ def heads_of(hf_config: PreTrainedConfig) -> Heads:
     language model.
     """
     return Heads.from_config({**vars(hf_config), **vars(hf_config.get_text_config())})
+
+
+def changed(config: Any, **values: Any) -> Any:
+    """Return a copy of a config of transformers with other values, for a layer that differs from those of the trunk."""
+    config = deepcopy(config)
+    config.update(values)
+    return config
 
 
 class Trunk(torch.nn.Module):
@@ -112,6 +120,23 @@ def fill(
             + "".join(f"\n  unexpected: {name}" for name in unknown)
         )
     return filled
+
+
+def without_final_norm(
+    model: torch.nn.Module, weights: Weights, load: Callable[..., Any], loaded: set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load the trunk's final norm into `model.norm` of a draft model, and yield all other weights.
+
+    Args:
+        load: the engine's loader of a parameter.
+        loaded: gets the name of the norm when it is loaded.
+    """
+    for name, tensor in weights:
+        if name == "model.norm.weight":
+            load(model.get_parameter(name), tensor)
+            loaded.add(name)
+        else:
+            yield name, tensor
 
 
 def own_sinks(weights: Weights, rank: int, size: int) -> Iterator[tuple[str, torch.Tensor]]:

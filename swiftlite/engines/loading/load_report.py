@@ -175,7 +175,7 @@ class Loading:
             sees_images=sees_images,
             draft_modules=self._draft_modules(),
             problems=self.problems,
-            notes=[*self._unknown_class(), *self._other_version(version), *self._fed_otherwise()],
+            notes=self._notes(version),
         )
 
     def _unread(self) -> list[str]:
@@ -205,31 +205,17 @@ class Loading:
         texts = [f"{label}: {_short(names)}" for label, names in (("quantized", quantized), ("plain", plain)) if names]
         return "; ".join(texts)
 
-    def _other_version(self, version: str) -> list[str]:
-        """Return a note if conventions were measured with another version of the engine."""
-        note = other_version(self.info, version)
-        if self.draft is None or not note:
-            return []
-        return [note]
-
-    def _fed_otherwise(self) -> list[str]:
-        """Return a note if the inputs of the heads differ between the engine and training."""
+    def _notes(self, version: str) -> list[str]:
+        """Return notes if the draft's class or the engine's version is not the measured one, or if the inputs of the
+        heads differ from those in training."""
         if self.draft is None:
             return []
-        note = fed_otherwise(self.model, self.info)
-        if not note:
-            return []
-        return [note]
-
-    def _unknown_class(self) -> list[str]:
-        """Return a note if the draft class is not the one whose convention was measured."""
-        if self.draft is None or self.model.heads.kind != MTP:
-            return []
-        known = self.info.convention_for(self.model.family).draft
-        found = type(self.draft).__name__
-        if found == known:
-            return []
-        return [f"the draft class is {found}, but head inputs were measured with {known}"]
+        notes = [other_version(self.info, version), fed_otherwise(self.model, self.info)]
+        if self.model.heads.kind == MTP:
+            known, found = self.info.convention_for(self.model.family).draft, type(self.draft).__name__
+            if found != known:
+                notes.insert(0, f"the draft class is {found}, but head inputs were measured with {known}")
+        return list(filter(None, notes))
 
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod")

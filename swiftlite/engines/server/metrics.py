@@ -45,7 +45,9 @@ def counts_of(text: str, prefix: str, num_tokens: int) -> DraftCounts:
     """
     zeros = DraftCounts(0, 0, (0,) * num_tokens)
     found = read_draft_counts(text, prefix)
-    return zeros if found is None else zeros + found
+    if found is None:
+        return zeros
+    return zeros + found
 
 
 @dataclass(frozen=True)

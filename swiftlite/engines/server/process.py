@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from http.client import HTTPException
@@ -125,6 +126,23 @@ def serve(command: ServerCommand, log: Path) -> Iterator[Server]:
     """
     with launch(command, log) as server:
         server.wait_until_healthy()
+        yield server
+
+
+@contextlib.contextmanager
+def serve_with_short_log(command: ServerCommand, what: str, hint: str = "") -> Iterator[Server]:
+    """Start a server like `serve`, with a log that is deleted at the end.
+
+    Raises:
+        UserError: the server ended before it was healthy. The problem begins with `what`; the hint of `serve` would
+            name the log.
+    """
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-server-"))
+        try:
+            server = stack.enter_context(serve(command, Path(directory) / "server.log"))
+        except UserError as error:
+            raise UserError(f"{what}: {error.problem}", hint) from None
         yield server
 
 

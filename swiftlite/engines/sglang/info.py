@@ -12,17 +12,6 @@ from swiftlite.families import dflash, eagle3, gemma4_assistant
 NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sglang_speculative_num_draft_tokens")
 
 
-def read_speculative_config(args: SglangArgs) -> dict[str, Any] | None:
-    """Return the user's speculative options under SGLang's names; None if there are none."""
-    given = {
-        "speculative_algorithm": args.sglang_speculative_algorithm,
-        "speculative_num_steps": args.sglang_speculative_num_steps,
-        "speculative_eagle_topk": args.sglang_speculative_eagle_topk,
-        "speculative_num_draft_tokens": args.sglang_speculative_num_draft_tokens,
-    }
-    return {name: value for name, value in given.items() if value is not None} or None
-
-
 def numbers_go_together(args: Any) -> Iterator[Problem]:
     numbers = {name: vars(args)[name] for name in NUMBERS if vars(args)[name] is not None}
     missing = [f"--{name}" for name in NUMBERS if name not in numbers]
@@ -62,7 +51,6 @@ SGLANG = EngineInfo(
     distributions=("sglang",),
     install="pip install sglang (requires CUDA)",
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
-    convention="swiftlite.families.serving.sglang:convention",
     measured="0.5.23",
     drafters=(MTP, eagle3.KIND, *dflash.KINDS, gemma4_assistant.KIND),
     without_draft_vocab=dflash.KINDS,
@@ -74,7 +62,6 @@ SGLANG = EngineInfo(
     sampling_options_without_drafts=("min_p",),  # it verifies drafts without it (speculative/eagle_utils.py)
     filters_log_p=False,
     options_class=SglangArgs,
-    read_speculative_config=read_speculative_config,
     rules=(numbers_go_together, numbers_agree),
     server="swiftlite.engines.sglang.server:server_command",
     client="swiftlite.engines.sglang.client:SglangClient",

@@ -10,7 +10,6 @@ TRANSFORMERS = EngineInfo(
     distributions=("transformers",),
     install="pip install transformers",
     adapter="swiftlite.engines.transformers.engine:TransformersEngine",
-    convention="swiftlite.families.serving.convention:as_trained",
     is_required=True,
     server_takes_draft_schedule=False,
     takes_draft_confidence=True,

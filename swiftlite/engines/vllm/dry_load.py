@@ -132,23 +132,18 @@ def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
     drafting = vllm_config.speculative_config
     if drafting is None or drafting.method not in ("draft_model", *SERVED):
         return None
-    if drafting.method in SERVED and drafting.method != MTP:
+    if drafting.method not in SERVED:
+        # KV caches are keyed by layer names; the MTP classes have distinct names.
+        return _load(loading, vllm_config, drafting.draft_model_config, prefix="draft_model")
+    family, hf_config = loading.model.family, loading.model.config
+    has_own = family.outside(hf_config).heads_have_output_layers
+    if drafting.method != MTP:
         # Without the plugin, a drafter with a draft vocabulary has an output layer of its own.
-        drafter = loading.model.family.drafter(loading.model.config)
-        has_own = loading.model.heads.draft_vocab and not drafter.needs_plugin
-        shared = SHARED[:1] if has_own else SHARED
-        return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
-    if drafting.method == MTP:
-        shared = SHARED
-        if loading.model.family.outside(loading.model.config).heads_have_output_layers:
-            shared = ("embed_tokens.weight",)
-        if (
-            loading.model.heads.has_output_layer
-        ):  # vLLM replaces the embedding, which is the output layer, after loading
-            shared = ()
-        return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
-    # KV caches are keyed by layer names; the MTP classes have distinct names.
-    return _load(loading, vllm_config, drafting.draft_model_config, prefix="draft_model")
+        has_own = bool(loading.model.heads.draft_vocab) and not family.drafter(hf_config).needs_plugin
+    shared = SHARED[:1] if has_own else SHARED
+    if drafting.method == MTP and loading.model.heads.has_output_layer:
+        shared = ()  # vLLM replaces the embedding, which is the output layer, after loading
+    return _load(loading, vllm_config, drafting.draft_model_config, shared=shared)
 
 
 def _load(

@@ -44,7 +44,6 @@ VLLM = EngineInfo(
         "then pip install -r requirements/vllm.txt"
     ),
     adapter="swiftlite.engines.vllm.engine:VllmEngine",
-    convention="swiftlite.families.serving.vllm:convention",
     measured="0.32.",
     supports_images=True,
     image_packages=("torchvision",),
@@ -65,7 +64,6 @@ VLLM = EngineInfo(
     takes_live_weights=True,
     logs_requests=True,
     options_class=VllmArgs,
-    read_speculative_config=lambda args: args.vllm_speculative_config,
     rules=(speculative_tokens_are_given_once, ngrams_leave_the_scheduler),
     server="swiftlite.engines.vllm.server:server_command",
     client="swiftlite.engines.vllm.client:VllmClient",

@@ -5,31 +5,26 @@ vLLM states the directory of each model and adapter as its `root` in /v1/models.
 """
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CLASS = "swiftlite.engines.vllm.model_cards.ModelCards"
 PATH = "/v1/models"
-
-AsgiMessage = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[AsgiMessage]]
-Send = Callable[[AsgiMessage], Awaitable[None]]
-App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
 
 
 class ModelCards:
     """Middleware that states the name of each model as its root."""
 
-    def __init__(self, app: App):
+    def __init__(self, app: ASGIApp):
         self._app = app
 
-    async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].endswith(PATH):
             await self._app(scope, receive, send)
             return
-        messages: list[AsgiMessage] = []
+        messages: list[Message] = []
 
-        async def keep(message: AsgiMessage) -> None:
+        async def keep(message: Message) -> None:
             messages.append(message)
 
         await self._app(scope, receive, keep)

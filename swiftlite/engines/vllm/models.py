@@ -53,10 +53,12 @@ from swiftlite.engines.loading.head_weights import (
     ExpertMapping,
     Trunk,
     Weights,
+    changed,
     fill,
     heads_of,
     own_sinks,
     single_experts,
+    without_final_norm,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 from swiftlite.engines.loading.plugin_classes import class_of
@@ -351,6 +353,11 @@ class MtpDraft(nn.Module):
         return {names[stored] for stored in filled}
 
 
+def _full_attention(config: Any) -> list[str]:
+    """Return the kind of layer of each head, without a window."""
+    return ["full_attention"] * heads_of(config).layers
+
+
 def _with_config(vllm_config: VllmConfig, config: Any) -> VllmConfig:
     """Return a copy for layers that read the model's config from `model_config`, which is the target's."""
     speculative = vllm_config.speculative_config
@@ -408,17 +415,8 @@ class Ernie4_5_MoeMTP(ernie_mtp.ErnieMTP):
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the head, and the trunk's final norm, which vLLM's class ignores."""
-        loaded = set()
-
-        def without_norm() -> Weights:
-            for name, tensor in weights:
-                if name == "model.norm.weight":
-                    default_weight_loader(self.get_parameter(name), tensor)
-                    loaded.add(name)
-                else:
-                    yield name, tensor
-
-        return super().load_weights(without_norm()) | loaded
+        norm: set[str] = set()
+        return super().load_weights(without_final_norm(self, weights, default_weight_loader, norm)) | norm
 
 
 class Exaone4Layer(exaone4.Exaone4DecoderLayer):
@@ -433,11 +431,10 @@ class Exaone4MTPModel(MtpDraft):
     """MTP draft model for EXAONE 4. Its layers see all tokens, like the trunk's layers without a window."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        config = deepcopy(self.config)
-        kinds = ["full_attention"] * heads_of(config).layers
-        if config.sliding_window is not None:
+        kinds = _full_attention(self.config)
+        if self.config.sliding_window is not None:
             kinds.append("sliding_attention")  # of no head; with it, layers without a window have no rotary embeddings
-        config.layer_types = kinds
+        config = changed(self.config, layer_types=kinds)
         return Exaone4Layer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
 
@@ -452,8 +449,7 @@ class Gemma3MTPModel(MtpDraft):
         return torch.tensor(self.config.hidden_size**0.5, device="cpu").item()
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        config = deepcopy(self.config)
-        config.layer_types = ["full_attention"] * heads_of(config).layers
+        config = changed(self.config, layer_types=_full_attention(self.config))
         return gemma3.Gemma3DecoderLayer(config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
 
@@ -478,6 +474,7 @@ class Gemma4HeadMTPModel(Gemma3MTPModel):
     """MTP draft model for Gemma 4. Its layers see all tokens, like the trunk's layers without a window."""
 
     norm_class = RMSNorm
+    expert_matrices = ("gate_proj", "up_proj", "down_proj")
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         config = deepcopy(self.config)
@@ -492,9 +489,7 @@ class Gemma4HeadMTPModel(Gemma3MTPModel):
     def expert_mapping(self) -> ExpertMapping:
         if self.config.num_experts is None:
             return []
-        return fused_moe_make_expert_params_mapping(
-            self, "gate_proj", "down_proj", "up_proj", num_experts=self.config.num_experts
-        )
+        return super().expert_mapping()
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the heads from HF tensors. If keys are values, vLLM's layer has them twice."""
@@ -514,14 +509,13 @@ class GptOssMTPModel(MtpDraft):
     """MTP draft model for gpt-oss. Its layers see all tokens, like the trunk's layers without a window."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        config = deepcopy(self.config)
-        config.sliding_window = None  # vLLM's layers with even numbers have a window
+        config = changed(self.config, sliding_window=None)  # vLLM's layers with even numbers have a window
         quant_config = vllm_config.quant_config
         if getattr(quant_config, "get_name", str)() in _MXFP4:  # of the trunk; experts of heads are plain
             quant_config = None
-        changed = _with_config(vllm_config, config)
-        changed.quant_config = quant_config
-        return gpt_oss.TransformerBlock(changed, quant_config, prefix)  # pyright: ignore[reportArgumentType]
+        own = _with_config(vllm_config, config)
+        own.quant_config = quant_config
+        return gpt_oss.TransformerBlock(own, quant_config, prefix)  # pyright: ignore[reportArgumentType]
 
     def expert_mapping(self) -> ExpertMapping:
         parts = {"w13_weight": "gate_up_proj", "w13_bias": "gate_up_proj_bias"}
@@ -560,10 +554,8 @@ class Olmo2MTPModel(MtpDraft):
     """MTP draft model for OLMo 2. It uses a layer of vLLM's hybrid OLMo, because vLLM has no layer for OLMo 2."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        config = deepcopy(self.config)
-        config.layer_types = ["full_attention"] * heads_of(config).layers
-        # Those of OLMo 3 are by the kind of layer.
-        config.rope_parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
+        rope = self.config.rope_parameters.get("full_attention", self.config.rope_parameters)  # OLMo 3: by kind
+        config = changed(self.config, layer_types=_full_attention(self.config), rope_parameters=rope)
         return olmo_hybrid.OlmoHybridDecoderLayer(vllm_config=_with_config(vllm_config, config), prefix=prefix)
 
 
@@ -572,8 +564,8 @@ class SeedOssMTPModel(MtpDraft):
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         # vLLM's Llama reads attention_bias for o_proj as well, and for q, k and v only if there is no qkv_bias.
-        config = deepcopy(self.config)
-        config.update({"qkv_bias": config.attention_bias, "attention_bias": config.attention_out_bias})
+        config = self.config
+        config = changed(config, qkv_bias=config.attention_bias, attention_bias=config.attention_out_bias)
         return llama.LlamaDecoderLayer(vllm_config, prefix, config)
 
 

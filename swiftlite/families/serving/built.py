@@ -208,20 +208,19 @@ def _module_with(projection: str) -> str:
     experts = re.match(r"((?:.*\.)?experts)\.\d+\.", projection)
     if experts:
         return experts.group(1)
-    parent, _, name = projection.rpartition(".")
-    for fused, shards in _FUSED.items():
-        if name in shards:
-            return f"{parent}.{fused}"
-    return projection
+    return merged(projection, _FUSED)
 
 
-def merged(module: str) -> str:
+def merged(module: str, fused: Mapping[str, tuple[str, ...]] = _FUSED | _FUSED_IN_TRUNK) -> str:
     """Return the name of the merged module that a module belongs to; its own name if engines do not merge it.
 
     The experts of a layer are separate modules.
+
+    Args:
+        fused: names of merged modules, each with those that it consists of.
     """
     parent, _, name = module.rpartition(".")
-    for whole, shards in (_FUSED | _FUSED_IN_TRUNK).items():
+    for whole, shards in fused.items():
         if name in shards:
             return f"{parent}.{whole}"
     return module

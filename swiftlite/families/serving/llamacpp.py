@@ -4,6 +4,8 @@ Its graphs for MTP heads read the trunk's state after its norm and their own sta
 architectures. This differs from vLLM's inputs for some families (`sft --draft_for llamacpp`).
 """
 
+from itertools import chain
+
 from swiftlite.base.heads import MTP, Heads
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.families import FAMILIES, Family, eagle3
@@ -13,7 +15,7 @@ from swiftlite.families.serving.convention import Convention
 ARCHITECTURES = {name: family.serving.llamacpp for name, family in FAMILIES.items() if family.serving.llamacpp}
 """HF model_type -> the architecture of llama.cpp that runs the trunk and the heads of the family
 (`gguf/architectures.py`)."""
-TRUNKS = {name: trunk for drafter in DRAFTERS.values() for name, trunk in drafter.llamacpp_trunks.items()}
+TRUNKS = dict(chain.from_iterable(drafter.llamacpp_trunks.items() for drafter in DRAFTERS.values()))
 """HF model_type -> the architecture of llama.cpp that runs the trunk of a drafter other than MTP heads."""
 FAMILIES_RUN = {**TRUNKS, **ARCHITECTURES}
 """HF model_type -> the architecture of llama.cpp that runs a model without a drafter, or with MTP heads."""

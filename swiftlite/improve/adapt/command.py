@@ -27,7 +27,7 @@ from swiftlite.improve.adapt.server import Server
 from swiftlite.improve.adapt.state import Served, State, record
 from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, read_result
-from swiftlite.improve.steps import CommandStep, run_step
+from swiftlite.improve.steps import CommandStep, export_step, model_words, run_step
 from swiftlite.runtime.lock import only_run_in
 
 # A resumed command may change all other options: they only change rounds that have not started.
@@ -154,8 +154,8 @@ class _Adapt:
     def _steps(self, name: str) -> list[CommandStep]:
         """Return the commands that train and export the heads of a round."""
         args, directory = self._args, self._directory / name
-        run, exported = directory / "run", directory / "hf"
-        words = ["megatron", "sft", "--model", self._path_of(self._state.base), "--torch_dtype", args.torch_dtype]
+        run = directory / "run"
+        words = ["megatron", "sft", *model_words(args, self._path_of(self._state.base), args.torch_dtype)]
         words += ["--dataset", str(directory / "train.jsonl"), "--val_dataset", str(directory / "held_out.jsonl")]
         words += "--mtp_mode heads_only --mtp_loss nla --packing true --global_batch_size 1".split()
         words += ["--max_length", str(args.max_length), "--num_train_epochs", str(args.num_train_epochs)]
@@ -163,16 +163,9 @@ class _Adapt:
         words += "--acceptance_samples 48 --acceptance_max_new_tokens 32 --report_to none".split()
         if self._model.heads.layers == 1:
             words += ["--mtp_unroll", "3"]
-        if args.trust_remote_code:
-            words += ["--trust_remote_code", "true"]
-        if args.chat_template_kwargs:
-            words += ["--chat_template_kwargs", json.dumps(args.chat_template_kwargs)]
         words += ["--resume", "true", "--output_dir", str(run)]
-        export = ("export", "--to_hf", "--model", str(run), "--output_dir", str(exported))
-        return [
-            CommandStep(f"{name}/training", tuple(words), run / "run_report.json"),
-            CommandStep(f"{name}/export", export, exported / "config.json", is_atomic=True),
-        ]
+        training = CommandStep(f"{name}/training", tuple(words), run / "run_report.json")
+        return [training, export_step(name, directory)]
 
     def _send(self, name: str, decision: str, why: str, **details: object) -> None:
         """Send heads to the server, and begin to watch them."""

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,7 +63,6 @@ class State(Resumable):
         instance: identity of the server's process that has the heads.
         sent: what that process had counted when it received them.
         before: what it counted with the heads before.
-        seconds, unfinished: seconds of steps, as for `speedup`.
     """
 
     FILE: ClassVar[str] = "adapt.json"
@@ -76,8 +75,6 @@ class State(Resumable):
     instance: str = ""
     sent: Served = Served()
     before: Served = Served()
-    seconds: dict[str, float] = field(default_factory=dict)
-    unfinished: dict[str, float] = field(default_factory=dict)
 
 
 def record(directory: Path, decision: str, why: str, **details: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from swiftlite.args.commands import RegenerateArgs
-from swiftlite.base.atomic import atomic_write, check_writable
+from swiftlite.base.atomic import check_writable
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.dataset import load_prompts
@@ -24,6 +24,7 @@ from swiftlite.improve.regenerate.generate import engine_on_demand, generate_all
 from swiftlite.improve.regenerate.report import make_report, summary_line
 from swiftlite.improve.regenerate.self_dialogues import SelfPrompts
 from swiftlite.improve.regenerate.self_prompts import SelfPromptWriter
+from swiftlite.improve.resumable import write_result
 from swiftlite.serve.answers import AnswersFile, as_line, describe
 from swiftlite.serve.infer import engine_config, logs_how_to_resume, read_for_asking, summary
 
@@ -106,8 +107,8 @@ def _write_dataset(
     if not rows.regenerated:
         raise UserError("no answer was kept", "see the counts above")
     directory = Path(args.output_dir)
-    _write(directory / DATASET, b"".join(map(as_line, rows.in_order)))
-    _write(directory / REPORT, json.dumps(report, indent=2).encode() + b"\n")
+    write_result(directory / DATASET, b"".join(map(as_line, rows.in_order)), "; all answers are stored")
+    write_result(directory / REPORT, json.dumps(report, indent=2).encode() + b"\n", "; all answers are stored")
     logger.info("wrote %s", directory / DATASET)
 
 
@@ -155,11 +156,3 @@ def _check_output_dir(directory: Path) -> None:
         if (directory / name).exists() and not has_answers:
             problem = f"--output_dir {directory} contains {name}, but not its {ANSWERS}"
             raise UserError(problem, "use another directory")
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        atomic_write(path, content)
-    except OSError as error:
-        problem = f"--output_dir: {path} cannot be written: {error.strerror}"
-        raise UserError(problem, "free disk space and run the same command again; all answers are stored") from None

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftlite.base.atomic import atomic_write
 from swiftlite.base.errors import UserError
 from swiftlite.base.log import logger
 from swiftlite.data.near_duplicates import resembling
 from swiftlite.data.user_turn import CHANNEL
+from swiftlite.improve.resumable import write_result
 
 NUM_HELD_OUT = 48
 MIN_HELD_OUT = 16
@@ -78,11 +78,7 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
-    try:
-        atomic_write(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
-    except OSError as error:
-        problem = f"--output_dir: {path} cannot be written: {error.strerror}"
-        raise UserError(problem, "free disk space and run the same command again") from None
+    write_result(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
 
 def _question(row: Any) -> str:

@@ -1,6 +1,5 @@
 """The commands of `speedup`. A user can run each of them by hand."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.hub.model import is_gguf
 from swiftlite.improve.resumable import MODEL
 from swiftlite.improve.speedup.held_out import NUM_HELD_OUT
-from swiftlite.improve.steps import CommandStep
+from swiftlite.improve.steps import CommandStep, export_step, model_words
 from swiftlite.runtime.environment import sees_gpu
 
 DRAFTED = 3
@@ -156,10 +155,7 @@ class Commands:
 
     def export(self, name: str) -> CommandStep:
         """Return the command that exports the heads called `name` together with the model."""
-        directory = self.directory / name
-        output = directory / "hf"
-        words = ("export", "--to_hf", "--model", str(directory / "run"), "--output_dir", str(output))
-        return CommandStep(f"{name}/export", words, output / "config.json", is_atomic=True)
+        return export_step(name, self.directory / name)
 
     def path_of(self, name: str) -> str:
         """Return the directory of the model with the heads called `name`: --model or the export of a round."""
@@ -228,13 +224,7 @@ class Commands:
         return ["--concurrency", *map(str, args.concurrency), "--max_prompts", str(max_prompts)]
 
     def _model(self, model: str) -> list[str]:
-        args = self.args
-        words = ["--model", model, "--torch_dtype", args.torch_dtype or ENGINES[args.infer_backend].fastest_dtype]
-        if args.trust_remote_code:
-            words += ["--trust_remote_code", "true"]
-        if args.chat_template_kwargs:
-            words += ["--chat_template_kwargs", json.dumps(args.chat_template_kwargs)]
-        return words
+        return model_words(self.args, model, self.args.torch_dtype or ENGINES[self.args.infer_backend].fastest_dtype)
 
     def _system(self) -> list[str]:
         args = self.args

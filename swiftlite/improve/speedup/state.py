@@ -15,8 +15,6 @@ class Progress(Resumable):
 
     Attributes:
         rounds: number of prompts of each round.
-        seconds: seconds of each completed step by its name, such as "round-1/answers".
-        unfinished: seconds so far of each step that is running or was interrupted.
         acceptance: accepted drafts per position on the held-out prompts, by name of the heads: "model" for the heads of
             --model, "round-1" for those of the first round.
         candidate: accepted drafts per position of another drafter than that of the rounds; empty without one.
@@ -26,8 +24,6 @@ class Progress(Resumable):
 
     FILE: ClassVar[str] = "speedup.json"
     rounds: list[int] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    unfinished: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, list[float]] = field(default_factory=dict)
     candidate: list[float] = field(default_factory=list)
     candidate_rounds: int = 0

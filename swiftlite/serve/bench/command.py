@@ -6,6 +6,7 @@ these two measurements shows the noise of the machine. bench.json is written aft
 interrupted run keeps its results.
 """
 
+import asyncio
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -160,7 +161,7 @@ def _measure_all(
 
     for group in groups:
         servers += [ServerResult.of(target) for target in group]
-        measure(args, group, prompts, sampling, seconds, write)
+        asyncio.run(measure(args, group, prompts, sampling, seconds, write))
         # The first measurement decides how many prompts there is time for.
         prompts, seconds = prompts[: content["prompts"]], None
     return servers, content

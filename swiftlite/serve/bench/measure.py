@@ -116,7 +116,7 @@ class Measurement:
             raise self.target.running.server.failure(f"the server stopped responding: {error}") from None
 
 
-def measure(
+async def measure(
     args: BenchArgs,
     targets: Sequence[Target],
     prompts: Sequence[Sequence[int]],
@@ -135,17 +135,6 @@ def measure(
     Raises:
         UserError: a server rejected a prompt or stopped responding.
     """
-    asyncio.run(_measure(args, targets, prompts, sampling, seconds, after_concurrency))
-
-
-async def _measure(
-    args: BenchArgs,
-    targets: Sequence[Target],
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    seconds: float | None,
-    after_concurrency: Callable[[list[ConcurrencyResult]], None],
-) -> None:
     async with AsyncExitStack() as stack:
         clients = []
         for target in targets:

@@ -66,7 +66,7 @@ def complete(tmp_path, monkeypatch) -> SpeedupArgs:
     directory = Path(args.output_dir)
     for name in ("answers", "run", "hf", "bench"):
         (directory / "round-1" / name).mkdir(parents=True)
-    Progress(settings, [128], {f"round-1/{step}": 100.0 for step in steps}).write(directory)
+    Progress(settings, {f"round-1/{step}": 100.0 for step in steps}, rounds=[128]).write(directory)
     for name in ("answers/dataset.jsonl", "train.jsonl", "run/run_report.json", "hf/config.json", "../held_out.jsonl"):
         (directory / "round-1" / name).touch()
     acceptance = {"after": {"generated": {"acceptance_per_position": [0.5, 0.25, 0.1]}}}

@@ -43,7 +43,7 @@ BENCH = {
     "schedule_command": None,
 }
 ACCEPTANCE = {"model": [0.5, 0.3], "round-1": [0.3, 0.1], "round-2": [0.42, 0.2]}
-PROGRESS = Progress({}, [128, 500], {"round-1/answers": 60, "round-1/training": 90}, acceptance=ACCEPTANCE)
+PROGRESS = Progress({}, {"round-1/answers": 60, "round-1/training": 90}, rounds=[128, 500], acceptance=ACCEPTANCE)
 
 
 def test_everything_is_said():

@@ -40,7 +40,7 @@ LIVING = SERVER.format(answer="pass")
 def test_a_server_that_dies_while_it_is_asked(tmp_path, start):
     command = ServerCommand([sys.executable, "-c", DYING, "--port", "0"])
     with start({0: command}, tmp_path) as get, pytest.raises(UserError, match="out of memory"):
-        measure(BenchArgs(concurrency=[1, 2]), [Target(0, get(0))], [[1], [2]], Sampling(4), None, print)
+        asyncio.run(measure(BenchArgs(concurrency=[1, 2]), [Target(0, get(0))], [[1], [2]], Sampling(4), None, print))
 
 
 def test_the_server_that_died_is_named(tmp_path):
@@ -50,7 +50,7 @@ def test_the_server_that_died_is_named(tmp_path):
     with all_together(commands, tmp_path) as get:
         targets = [Target(0, get(0)), Target(1, get(1))]
         with pytest.raises(UserError, match="out of memory"):
-            measure(BenchArgs(concurrency=[1]), targets, [[1]], Sampling(4), None, print)
+            asyncio.run(measure(BenchArgs(concurrency=[1]), targets, [[1]], Sampling(4), None, print))
 
 
 class Counting(Client):

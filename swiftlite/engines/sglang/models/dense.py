@@ -46,9 +46,11 @@ from swiftlite.engines.loading.head_weights import (
     ExpertMapping,
     Trunk,
     Weights,
+    changed,
     fill,
     heads_of,
     own_sinks,
+    without_final_norm,
 )
 from swiftlite.engines.loading.no_rotary import NoRotaryEmbedding
 from swiftlite.engines.loading.plugin_classes import class_of
@@ -120,9 +122,7 @@ class WindowOfOthers(nn.Module):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         if config.model_type == "mimo_v2_flash":
-            config = deepcopy(config)
-            config.rope_parameters = None
-            config.sliding_window_size -= 1
+            config = changed(config, rope_parameters=None, sliding_window_size=config.sliding_window_size - 1)
         super().__init__(config, *args, **kwargs)
 
     def get_attention_sliding_window_size(self) -> int:
@@ -370,15 +370,7 @@ class Ernie4_5_MoeForCausalLMMTP(ernie4_eagle.Ernie4_5_MoeForCausalLMMTP):
 
     def load_weights(self, weights: Weights) -> None:
         """Load the head, and the trunk's final norm, which SGLang's class ignores."""
-
-        def without_norm() -> Weights:
-            for name, tensor in weights:
-                if name == "model.norm.weight":
-                    default_weight_loader(self.get_parameter(name), tensor)
-                else:
-                    yield name, tensor
-
-        super().load_weights(without_norm())
+        super().load_weights(without_final_norm(self, weights, default_weight_loader, set()))
 
 
 class Exaone4Layer(exaone4.Exaone4DecoderLayer):
@@ -455,8 +447,7 @@ class Gemma3Layer(gemma3_causal.Gemma3DecoderLayer):
     """A layer of Gemma 3 that sees all tokens, with its own rotary embeddings."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
-        config = deepcopy(config)
-        config.layer_types = ["full_attention"]
+        config = changed(config, layer_types=["full_attention"])
         super().__init__(0, config, quant_config, prefix)
         config.rope_parameters = config.rope_parameters["full_attention"]  # as SGLang's model does
         self.rotary_emb = gemma3_causal.Gemma3RotaryEmbedding(config=config)
@@ -489,11 +480,9 @@ class GptOssLayer(gpt_oss.GptOssDecoderLayer):
     """A layer of gpt-oss without a window."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
-        config = deepcopy(config)
-        config.layer_types = ["full_attention"]
         if quant_config is not None and quant_config.get_name() == "mxfp4":
             quant_config = None  # of the trunk; experts of heads are plain
-        super().__init__(config, 0, quant_config, prefix)
+        super().__init__(changed(config, layer_types=["full_attention"]), 0, quant_config, prefix)
 
 
 class GptOssForCausalLMMTP(MtpDraft):
@@ -558,9 +547,7 @@ class Olmo2Layer(olmo2.Olmo2DecoderLayer):
     """A layer of OLMo 2, or of OLMo 3 without a window."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
-        config = deepcopy(config)
-        config.layer_types = ["full_attention"]
-        super().__init__(config, 0, quant_config, prefix)
+        super().__init__(changed(config, layer_types=["full_attention"]), 0, quant_config, prefix)
 
 
 class SmolLM3ForCausalLMMTP(MtpDraft):
