@@ -108,6 +108,19 @@ def test_held_out_rows_have_a_divergence(options, mesh):
     assert "eval_on_policy" not in before
 
 
+def test_a_teacher_with_another_tokenizer_is_named(options, mesh, tmp_path):
+    """Both have the same number of tokens."""
+    other = make_tiny_hf(tmp_path / "other", "qwen3", with_tokenizer=True)
+    path = other / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=naming(f"--teacher_model {other}")):
+        prepare(options(teacher_model=str(other)), mesh)
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [({"temperature": 0.5}, "--temperature"), ({"seed": 7, "lmbda": 1.0}, "--dataset --seed")],
@@ -170,3 +183,9 @@ def test_layouts_that_only_the_teacher_does_not_support_are_named(options, tmp_p
     rules.check(options(**layout), 2)
     with pytest.raises(OptionError, match=naming(f"--teacher_model {teacher} 3 2")):
         rules.check(options(teacher_model=str(teacher), **layout), 2)
+
+
+def test_a_teacher_with_another_vocabulary_size_is_named(options, tmp_path):
+    teacher = make_tiny_hf(tmp_path / "small", "qwen3", vocab_size=96)
+    with pytest.raises(OptionError, match=naming(f"--teacher_model {teacher} vocab_size 96")):
+        rules.check(options(teacher_model=str(teacher)), 1)
