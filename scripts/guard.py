@@ -407,13 +407,14 @@ def read_export(directory: Path) -> dict[str, Any]:
     the file.
     """
     content: dict[str, Any] = {}
-    for file in sorted(directory.iterdir()):
+    for file in sorted(directory.rglob("*")):  # a drafter is in a folder of its own
+        name = str(file.relative_to(directory))
         if file.suffix == ".safetensors":
-            content[file.name] = hash_tensors(file)
+            content[name] = hash_tensors(file)
         elif file.name == "config.json":
-            content[file.name] = file.read_text().splitlines()
-        else:
-            content[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            content[name] = file.read_text().splitlines()
+        elif file.is_file():
+            content[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return content
 
 

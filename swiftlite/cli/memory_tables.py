@@ -10,11 +10,16 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.families.index import image_sizes
 from swiftlite.methods.index import method_of
 from swiftlite.plan.cost import memory
-from swiftlite.plan.cost.reference_memory import ReferenceMemory, estimate_reference
+from swiftlite.plan.cost.frozen_memory import (
+    before_first_step,
+    reference_parts,
+    reward_configs,
+    reward_weights,
+    teacher_weights,
+)
 from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.cost.streamed_memory import estimate_streamed
-from swiftlite.plan.cost.teacher_memory import reward_configs, reward_weights, teacher_weights
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.preference import preference_of
 from swiftlite.plan.run import Plan
@@ -22,10 +27,7 @@ from swiftlite.report.table import text_table
 
 GB = 1e9
 _COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activations", "logits", "total", "holds")
-_COLUMNS_OF_REFERENCE = (
-    *("ranks", "stage", "model", "reference stage"),
-    *("weights", "a layer", "logits", "total", "in training"),
-)
+_COLUMNS_OF_REFERENCE = ("stage", "model", "reference", "a layer", "logits", "total", "in training")
 
 
 @dataclass(frozen=True)
@@ -109,30 +111,20 @@ def _reference_table(args: DpoArgs, facts: Facts, setup: Setup, stages: list[mem
     config = facts.hf_config
     if args.ref_model:
         _, config = facts.described("ref_model")
-    parts = estimate_reference(args, setup, stages, config)
-    rows = [_COLUMNS_OF_REFERENCE, *(_reference_row(part, stages) for part in parts)]
+    rows: list[tuple[str, ...]] = [_COLUMNS_OF_REFERENCE]
+    totals = []
+    for number, (stage, part) in enumerate(zip(stages, reference_parts(args, setup, config), strict=True)):
+        model = before_first_step(stage)
+        totals.append(model + part.total)
+        rows.append((str(number), *_cells(model, part.weights, part.layer, part.logits, totals[-1], stage.total)))
     lines = [
         "GB on one rank before the first step, while the reference model runs; it is freed before training",
         text_table(rows, indent="  ", numbers=True),
         "  (model: weights, gradients and float32 weights, without the optimizer's moments)",
+        "  (reference: the largest part of it on a rank of the stage)",
     ]
-    most = max(parts, key=lambda part: part.total)
     hint = "increase --ref_tensor_model_parallel_size or --ref_pipeline_model_parallel_size"
-    return MemoryTable(lines, most.total, f"on {_ranks(most)}", hint)
-
-
-def _ranks(part: ReferenceMemory) -> str:
-    if part.first == part.last:
-        return f"rank {part.first}"
-    return f"ranks {part.first}-{part.last}"
-
-
-def _reference_row(part: ReferenceMemory, stages: list[memory.StageMemory]) -> tuple[str, ...]:
-    sizes = _cells(part.reference, part.layer, part.logits, part.total, stages[part.stage].total)
-    reference_stage = "-"
-    if part.reference_stage is not None:
-        reference_stage = str(part.reference_stage)
-    return (_ranks(part).split()[1], str(part.stage), *_cells(part.model), reference_stage, *sizes)
+    return MemoryTable(lines, max(totals), f"on stage {totals.index(max(totals))}", hint)
 
 
 def _frozen(args: GrpoArgs | GkdArgs, facts: Facts, setup: Setup) -> dict[str, list[int]]:

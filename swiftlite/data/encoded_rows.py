@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -69,9 +69,6 @@ class PartFacts:
     unencoded: list[tuple[int, str, str]] = field(default_factory=list)
     num_special: int = 0
     special: tuple[int, str] = (0, "")
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

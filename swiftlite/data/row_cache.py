@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -146,7 +146,7 @@ def _num_complete(directory: Path) -> int | None:
 
 def _pack(key: str, number: int, part: Part) -> bytes:
     """Return the content of the file of a part."""
-    facts = json.dumps(part.facts.as_json()).encode()
+    facts = json.dumps(asdict(part.facts)).encode()
     arrays = {**part.columns, FACTS: np.frombuffer(facts, np.uint8)}
     return save(arrays, {"sha256": _sha256_of(key, number, arrays)})
 

@@ -145,14 +145,6 @@ def _latent(attention: LatentAttention, modules: Modules) -> ModuleSpec:
     )
 
 
-def _gated_delta_net(sizes: GatedDeltaNetSizes, modules: Modules) -> ModuleSpec:
-    return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
-
-
-def _mamba2(sizes: Mamba2Sizes, modules: Modules) -> ModuleSpec:
-    return ModuleSpec(module=Mamba2, params={"sizes": sizes})
-
-
 def _absent(half: NoAttention | NoMlp, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=IdentityOp)
 
@@ -226,8 +218,8 @@ def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
 ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     GroupedQueryAttention: _grouped_query,
     LatentAttention: _latent,
-    GatedDeltaNetSizes: _gated_delta_net,
-    Mamba2Sizes: _mamba2,
+    GatedDeltaNetSizes: lambda sizes, modules: ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes}),
+    Mamba2Sizes: lambda sizes, modules: ModuleSpec(module=Mamba2, params={"sizes": sizes}),
     NoAttention: _absent,
 }
 MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from swiftlite.base.errors import UserError
 from swiftlite.rewards.child import ASYNC_PATIENCE, LOAD_SECONDS, late
@@ -62,11 +62,67 @@ class Failure:
     traceback: str = ""
 
 
-class RewardProcess:
-    """The functions of `--reward_funcs` in a child process, which starts when the context is entered.
+class UserProcess:
+    """The user's files in a child process, which starts when the context is entered.
 
     A child that hangs or ends is replaced. The new child executes the user's files again, as they were at the start, so
     their global variables have their initial values.
+
+    Args:
+        module: the module that the child executes, which calls `child.main`.
+        paths: the user's files.
+    """
+
+    def __init__(self, module: str, paths: Iterable[str | Path]):
+        self._module = module
+        self.paths = [str(Path(path).expanduser().absolute()) for path in paths]
+        self._child: Child | None = None
+
+    @cached_property
+    def _sources(self) -> list[bytes]:
+        """Contents of the user's files, read once: a child that replaces another one executes the same code."""
+        return [read_plugin(Path(path)) for path in self.paths]
+
+    def __enter__(self) -> Self:
+        """Start the child.
+
+        Raises:
+            UserError: a file or a function cannot be used.
+        """
+        self._open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._child is not None:
+            self._child.end(CLOSING_SECONDS)  # the user's `atexit` functions are executed first
+            self._child = None
+
+    def _open(self) -> "Child":
+        """Return the child; start it if necessary.
+
+        Raises:
+            UserError: a file or a function cannot be used.
+        """
+        if self._child is None:
+            sources = [source.decode("latin-1") for source in self._sources]  # JSON has no bytes
+            child = Child(self._module)
+            self._load(child, sources)
+            self._child = child
+        return self._child
+
+    def _load(self, child: "Child", sources: list[str]) -> None:
+        """Send the first request to a new child, with the contents of the user's files, and read the answer."""
+        raise NotImplementedError
+
+    def _end_child(self, error: Exception, if_late: str) -> Failure:
+        """Kill the child, and return why it ended, as `Child.end_after` does."""
+        assert self._child is not None
+        child, self._child = self._child, None
+        return child.end_after(error, if_late)
+
+
+class RewardProcess(UserProcess):
+    """The functions of `--reward_funcs` in a child process. Without functions there is no child.
 
     The thread that enters the context or calls `score` must not end before the context does: Linux reports the end of
     this thread to the child as the end of the parent.
@@ -86,11 +142,10 @@ class RewardProcess:
         plugins: Sequence[str | Path] = (),
         settings: RewardSettings | None = None,
     ):
+        super().__init__("swiftlite.rewards.child", plugins)
         self.names = tuple(names)
-        self.plugins = tuple(str(Path(path).expanduser().absolute()) for path in plugins)
         self.settings = settings or RewardSettings()
         self.rewards: list[RewardInfo] = []
-        self._child: Child | None = None
         self._last_failures: list[list[Failure]] = [[] for _ in names]
         self._logged: dict[str, list[float]] = {}
 
@@ -108,29 +163,14 @@ class RewardProcess:
         return {"names": list(self.names), "files": files, **settings, **models}
 
     @cached_property
-    def _sources(self) -> list[bytes]:
-        """Contents of the user's files, read once: a child that replaces another one executes the same code."""
-        return [read_plugin(Path(path)) for path in self.plugins]
-
-    @cached_property
     def _models(self) -> list[str]:
         """Digests of the reward models."""
         return list(map(identity_of, self.settings.reward_models))
 
-    def __enter__(self) -> "RewardProcess":
-        """Start the child, which loads the functions. Without functions there is no child.
-
-        Raises:
-            UserError: a function or a file cannot be loaded.
-        """
+    def __enter__(self) -> Self:
         if self.names:
             self._open()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._child is not None:
-            self._child.end(CLOSING_SECONDS)  # the user's `atexit` functions are executed first
-            self._child = None
 
     def check_columns(
         self, columns: Collection[str], flag: str = "--dataset", omitted: Mapping[str, str] | None = None
@@ -250,27 +290,10 @@ class RewardProcess:
             child.has_batch = True
         return child
 
-    def _open(self) -> "Child":
-        """Return the child; start it if necessary.
-
-        Raises:
-            UserError: a function or a file cannot be loaded.
-        """
-        if self._child is not None:
-            return self._child
-        sources = [source.decode("latin-1") for source in self._sources]  # JSON has no bytes
-        request = {"names": self.names, "plugins": self.plugins, "sources": sources, "settings": asdict(self.settings)}
-        child = Child("swiftlite.rewards.child")
-        answer = child.load(request, f"--external_plugins {' '.join(self.plugins)}")
+    def _load(self, child: "Child", sources: list[str]) -> None:
+        request = {"names": self.names, "plugins": self.paths, "sources": sources, "settings": asdict(self.settings)}
+        answer = child.load(request, f"--external_plugins {' '.join(self.paths)}")
         self.rewards = [RewardInfo(**reward) for reward in answer["rewards"]]
-        self._child = child
-        return child
-
-    def _end_child(self, error: Exception, if_late: str) -> Failure:
-        """Kill the child, and return why it ended, as `Child.end_after` does."""
-        assert self._child is not None
-        child, self._child = self._child, None
-        return child.end_after(error, if_late)
 
     def _check_failures(self) -> None:
         for reward, failures in zip(self.rewards, self._last_failures, strict=True):

@@ -12,8 +12,6 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
@@ -24,13 +22,13 @@ from swiftlite.data.rows.prompt import TURNS
 from swiftlite.data.sample import Sample
 from swiftlite.engines.engine import Completion, Engine, Sampling
 from swiftlite.rewards.child import ASYNC_PATIENCE, late
-from swiftlite.rewards.load import RewardInfo, read_plugin
+from swiftlite.rewards.load import RewardInfo
 from swiftlite.rewards.process import (
-    CLOSING_SECONDS,
     FAILURES_TO_END,
     PATIENCE,
     Child,
     Failure,
+    UserProcess,
     check_columns,
     indented,
 )
@@ -63,10 +61,8 @@ class _Ended(Exception):
         self.failure = failure
 
 
-class EpisodeProcess:
-    """The child process of the tools or of the rollout function, which starts when the context is entered.
-
-    A child that hangs or ends is replaced, as in `RewardProcess`.
+class EpisodeProcess(UserProcess):
+    """The tools or the rollout function in a child process.
 
     Args:
         rollout_func: name of the function in `plugins`; None with tools.
@@ -78,13 +74,12 @@ class EpisodeProcess:
     """
 
     def __init__(self, rollout_func: str | None, tools: str | None, plugins: Sequence[str], seconds: float):
+        super().__init__("swiftlite.rollouts.episodes", [tools] if tools else plugins)
         self.rollout_func = rollout_func
         self.tools = tools
         self.seconds = seconds
-        self.paths = [str(Path(path).expanduser().absolute()) for path in ([tools] if tools else plugins)]
         self.schemas: list[dict[str, Any]] = []
         self._info: RewardInfo | None = None
-        self._child: Child | None = None
 
     @property
     def given(self) -> str:
@@ -95,24 +90,6 @@ class EpisodeProcess:
     def identity(self) -> str:
         """A digest of the user's files, on which completions depend."""
         return hashlib.sha256(b"".join(hashlib.sha256(source).digest() for source in self._sources)).hexdigest()
-
-    @cached_property
-    def _sources(self) -> list[bytes]:
-        return [read_plugin(Path(path)) for path in self.paths]
-
-    def __enter__(self) -> "EpisodeProcess":
-        """Start the child.
-
-        Raises:
-            UserError: a file or a function cannot be used.
-        """
-        self._open()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._child is not None:
-            self._child.end(CLOSING_SECONDS)
-            self._child = None
 
     def check_columns(self, columns: Collection[str], flag: str, omitted: Mapping[str, str]) -> None:
         """Check that a dataset has the columns that the rollout function names, as `RewardProcess` does."""
@@ -141,23 +118,15 @@ class EpisodeProcess:
         except (OSError, ValueError) as error:
             raise self._end_after(error) from None
 
-    def _open(self) -> Child:
-        """Return the child; start it if necessary."""
-        if self._child is None:
-            sources = [source.decode("latin-1") for source in self._sources]  # JSON has no bytes
-            request = {"rollout_func": self.rollout_func, "tools": self.tools, "paths": self.paths}
-            child = Child("swiftlite.rollouts.episodes")
-            answer = child.load(request | {"sources": sources, "timeout": self.seconds}, self.given)
-            self.schemas = answer["schemas"]
-            self._info = RewardInfo(**answer["info"]) if "info" in answer else None
-            self._child = child
-        return self._child
+    def _load(self, child: Child, sources: list[str]) -> None:
+        request = {"rollout_func": self.rollout_func, "tools": self.tools, "paths": self.paths}
+        answer = child.load(request | {"sources": sources, "timeout": self.seconds}, self.given)
+        self.schemas = answer["schemas"]
+        self._info = RewardInfo(**answer["info"]) if "info" in answer else None
 
     def _end_after(self, error: Exception) -> _Ended:
         """Kill the child, and return why it ended."""
-        assert self._child is not None
-        child, self._child = self._child, None
-        return _Ended(child.end_after(error, late(self.seconds) + " (--tool_timeout)"))
+        return _Ended(self._end_child(error, late(self.seconds) + " (--tool_timeout)"))
 
 
 @dataclass

@@ -233,16 +233,11 @@ class _Opened:
         self.drawing = Drawing(engine, rewards, advantages, sampling, self.run.tokenizer, columns, conversations)
 
 
-def policy_objective(run: Run) -> PolicyObjective:
-    """Return the objective of a run."""
-    return PolicyObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, policy_of(run.args))
-
-
 GRPO = Training(
     make_encoder=make_prompt_encoder,
     load=load_scored_prompts,
     prepare=check_tokenizer,
-    make_objective=policy_objective,
+    make_objective=lambda run: PolicyObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, policy_of(run.args)),
     open_batches=open_rollouts,
     extras=(ADVANTAGE, OLD, ENGINE, REFERENCE, TEACHER),
 )

@@ -53,7 +53,9 @@ class AdamW8bit(optim.AdamW8bit, HoldsMoments):
     def moment(self, main: torch.Tensor, kind: str) -> torch.Tensor:
         """Return a decoded moment in the memory of the host, or the moment itself if it is not stored in 8 bits."""
         moment = super().moment(main, kind)
-        return _decoded(moment) if isinstance(moment, OptimState8bit) else moment
+        if isinstance(moment, OptimState8bit):
+            return _decoded(moment)
+        return moment
 
     def set_moment(self, main: torch.Tensor, kind: str, values: torch.Tensor) -> None:
         """Write a moment. Values of the same blocks restore their codes; in other blocks they are rounded again."""

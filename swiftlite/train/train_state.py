@@ -75,7 +75,7 @@ def make_train_state(
             request nor drop.
         OptionError: the model does not support the layout.
     """
-    dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
+    dtype = getattr(torch, args.torch_dtype)
     chunks, report = open_model(
         hf_model,
         mesh,

@@ -15,10 +15,10 @@ from swiftlite.base.errors import OptionError
 from swiftlite.base.heads import Heads
 from swiftlite.families.index import architecture_of
 from swiftlite.families.reward_model import as_reward_model
+from swiftlite.plan.cost.frozen_memory import reward_configs, reward_weights
 from swiftlite.plan.cost.memory import estimate
 from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
 from swiftlite.plan.cost.setup import Setup
-from swiftlite.plan.cost.teacher_memory import reward_configs, reward_weights
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
 from tests.messages import mentions, naming
 from tests.planned import plan, planned, setup_of

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from swiftlite import rules
 from swiftlite.args.commands import GkdArgs
 from swiftlite.base.errors import OptionError
-from swiftlite.plan.cost.teacher_memory import teacher_weights
+from swiftlite.plan.cost.frozen_memory import teacher_weights
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
 from tests.messages import mentions, naming
 from tests.planned import plan, planned, setup_of

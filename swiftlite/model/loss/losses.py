@@ -122,8 +122,10 @@ def token_loss(
         with_entropy: whether to compute the entropy as well.
     """
     entropy_N = None
+    if shown_NV is None:
+        shown_NV = logits_NV
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV if shown_NV is None else shown_NV, sharing(tp_group))
+        prediction_N = vocab_parallel_argmax(shown_NV, sharing(tp_group))
         if with_entropy:
             parts = logits_NV.split(MAX_POSITIONS)
             entropy_N = torch.cat([entropy(part_NV, sharing(tp_group)) for part_NV in parts])
@@ -183,8 +185,10 @@ def distillation_loss(
         shown_NV: as for `token_loss`.
         with_overlap: whether to return the overlap as well, for the kinds of `overlap_of`.
     """
+    if shown_NV is None:
+        shown_NV = logits_NV
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV if shown_NV is None else shown_NV, sharing(tp_group), tokens_V)
+        prediction_N = vocab_parallel_argmax(shown_NV, sharing(tp_group), tokens_V)
     overlap_N = logits_NV.new_empty(len(logits_NV), dtype=torch.float32) if with_overlap else None
     loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, sharing(tp_group), beta, overlap_N)
     assert loss_N is not None

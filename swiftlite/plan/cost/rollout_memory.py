@@ -15,9 +15,9 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import Rank
 from swiftlite.plan.cost.flops import training_flops
+from swiftlite.plan.cost.frozen_memory import frozen_weights
 from swiftlite.plan.cost.memory import StageMemory, estimate
 from swiftlite.plan.cost.setup import Setup
-from swiftlite.plan.cost.teacher_memory import frozen_weights
 from swiftlite.plan.policy import is_base_of_adapters, reference_layout
 
 

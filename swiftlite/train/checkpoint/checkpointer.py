@@ -269,8 +269,9 @@ def load_checkpoint(
     def is_loaded(key: str) -> bool:
         return not _is_extra(key) and (with_heads or not key.startswith("mtp."))
 
-    states = sharded_model(chunks, mesh, prefix)
-    tensors = {name: {key: state[key] for key in state if is_loaded(key)} for name, state in states.items()}
+    tensors = sharded_model(chunks, mesh, prefix)
+    for name, state in tensors.items():
+        tensors[name] = {key: state[key] for key in state if is_loaded(key)}
     slots = slots_of(optimizer) if optimizer is not None else []
     if state := state_to_load(slots, dict(tensors)):
         tensors["optimizer"] = state

@@ -67,12 +67,8 @@ class DistantTeacher:
             UserError: the model cannot be opened, or is not the same on all ranks.
         """
         chunks, mesh = open_frozen(run, model, layout, "--teacher_model", is_teacher=True)
-        outside, dtype = model.family.architecture(model.config).outside, run.args.torch_dtype
-        like = torch.empty(
-            (0, outside.hidden),
-            dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
-            device=mesh.device.torch_device,
-        )
+        outside, dtype = model.family.architecture(model.config).outside, getattr(torch, run.args.torch_dtype)
+        like = torch.empty((0, outside.hidden), dtype=dtype, device=mesh.device.torch_device)
         senders, receivers = _last_stage(mesh), _last_stage(run.mesh)
         output_VH = _divide_output(chunks, mesh, run.mesh, (senders, receivers), like, outside.vocab)
         cap = outside.logits_cap and outside.logits_cap / run.plan.temperature

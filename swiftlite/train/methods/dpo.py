@@ -31,14 +31,11 @@ def _scored(pair: Sample, chosen: float, rejected: float) -> Sample:
     return replace(pair.with_extras(reference=chosen), others=(other.with_extras(reference=rejected),))
 
 
-def preference_objective(run: Run) -> PreferenceObjective:
-    """Return the objective of a run."""
-    return PreferenceObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, preference_of(run.args))
-
-
 DPO = Training(
     make_encoder=partial(make_conversation_encoder, parse=parse_pair),
     prepare=compare_with_reference,
-    make_objective=preference_objective,
+    make_objective=lambda run: PreferenceObjective(
+        run.plan.heads, run.args.mtp_loss_scaling_factor, preference_of(run.args)
+    ),
     extras=(REFERENCE,),
 )

@@ -50,7 +50,7 @@ def open_frozen(
         chunks, _ = open_model(
             model,
             mesh,
-            dtype=torch.bfloat16 if run.args.torch_dtype == "bfloat16" else torch.float32,
+            dtype=getattr(torch, run.args.torch_dtype),
             heads=Heads(),
             temperature=run.plan.temperature,
             kernels=run.plan.kernels,

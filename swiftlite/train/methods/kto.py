@@ -42,7 +42,6 @@ from swiftlite.train.methods.mtp_loss import (
 from swiftlite.train.methods.preference import REFERENCE, log_probabilities_of
 from swiftlite.train.methods.reference import score_with_reference
 from swiftlite.train.methods.training import Training
-from swiftlite.train.phases import Run
 
 DESIRABLE = Extra("desirable", torch.bool)
 """Whether an answer is labeled good."""
@@ -176,11 +175,6 @@ def _with_label(number: int, sample: Sample) -> Sample:
     return sample.with_extras(desirable=sample.trains_heads)
 
 
-def kto_objective(run: Run) -> KtoObjective:
-    """Return the objective of a run."""
-    return KtoObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, preference_of(run.args))
-
-
 def _with_companion(sample: Sample) -> Sample:
     """Return one sample with the two sequences that the reference model scores: the answer and its companion."""
     assert sample.companion is not None
@@ -197,6 +191,6 @@ KTO = Training(
     make_encoder=partial(make_conversation_encoder, parse=parse_rated),
     load=load_rated,
     prepare=partial(score_with_reference, pair_of=_with_companion, scored=_scored),
-    make_objective=kto_objective,
+    make_objective=lambda run: KtoObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, preference_of(run.args)),
     extras=(REFERENCE, DESIRABLE),
 )

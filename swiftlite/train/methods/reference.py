@@ -148,7 +148,7 @@ class Reference:
         """
         if not self.mesh.is_here:
             return []
-        dtype = torch.bfloat16 if self.torch_dtype == "bfloat16" else torch.float32
+        dtype = getattr(torch, self.torch_dtype)
         with self.mesh.active():
             kernels = self.batches.plan.kernels
             chunks, _ = open_model(self.model, self.mesh, dtype=dtype, heads=Heads(), kernels=kernels)

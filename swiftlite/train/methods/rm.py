@@ -15,7 +15,6 @@ import torch
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch.nn.functional import logsigmoid
 
-from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import RmArgs
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.data.changed_samples import ChangedSamples
@@ -169,15 +168,10 @@ def reward_objective(run: Run) -> RewardObjective:
     return RewardObjective(run.args.center_rewards_coefficient or 0.0)
 
 
-def no_prompts(run: Run) -> tuple[Sequence[Prompt], Sequence[int]]:
-    """Return no held-out prompts, because a reward model does not continue them."""
-    return (), ()
-
-
 RM = Training(
     make_encoder=partial(make_conversation_encoder, parse=parse_pair_with_margin),
     load=load_pairs,
-    held_out_prompts=no_prompts,
+    held_out_prompts=lambda run: ((), ()),  # a reward model continues no prompts
     make_objective=reward_objective,
     extras=(LAST, MARGIN),
 )
