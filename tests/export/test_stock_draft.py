@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from swiftlite.args.commands import ExportArgs
+from swiftlite.args.commands import DeployArgs, ExportArgs
 from swiftlite.base.errors import UserError
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.engines.index import ENGINES
@@ -20,6 +20,7 @@ from swiftlite.export.run import convert
 from swiftlite.families import FAMILIES
 from swiftlite.families.resolved import resolve
 from swiftlite.families.serving.stock import DRAFTING, class_of, why_not
+from swiftlite.serve import deploy
 from tests.engines.reference import Reference, follow
 from tests.messages import mention_each, mentions, naming
 from tests.stock_exports import CLASSES, SIZES, export_for_stock
@@ -154,6 +155,17 @@ def test_a_folder_that_differs_from_the_head_is_a_problem(damage, expected, stoc
     assert draft_problems(resolve(stock)) == []
     damage(stock / "draft")
     assert mention_each(draft_problems(resolve(stock)), expected)
+
+
+@pytest.mark.skipif(not ENGINES["vllm"].is_installed, reason="vLLM is not installed")
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_the_server_of_a_folder_without_a_file_is_not_started(name, stock):
+    args = DeployArgs(model=str(stock), infer_backend="vllm", dry_run=True)
+    deploy.run(args)
+    (stock / "draft" / name).unlink()
+    with pytest.raises(UserError, match=naming(f"draft/{name}")):
+        deploy.run(args)
 
 
 def test_other_engines_are_told(stock):

@@ -47,6 +47,8 @@ class ImageDraft(MtpDraft, SupportsMultiModalEmbeddings):
         if not multimodal_embeddings or is_multimodal is None:
             return embedding_TH
         features_IH = torch.cat([part[:, : embedding_TH.size(1)] for part in multimodal_embeddings])
+        # `MtpHeads` multiplies all of its inputs; in the trunk, only embeddings of ids are multiplied.
+        features_IH = features_IH / self.embedding_multiplier
         is_image_T1 = is_multimodal.to(embedding_TH.device, non_blocking=True)[:, None]
         return embedding_TH.masked_scatter(is_image_T1, features_IH.to(embedding_TH.dtype))
 
@@ -59,26 +61,11 @@ class Qwen3VLMoeMTPModel(ImageDraft, Qwen3MoeMTPModel):
     """MTP draft model for Qwen3-VL with experts."""
 
 
-class ScaledImageDraft(ImageDraft):
-    """A draft model that multiplies the embeddings of ids, but not the features of images."""
-
-    def embed_input_ids(
-        self,
-        input_ids: torch.Tensor,
-        multimodal_embeddings: Sequence[torch.Tensor] | None = None,
-        *,
-        is_multimodal: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the embeddings [T, H] of ids and images, as `ImageDraft` does. Only those of ids are multiplied."""
-        features = [part / self.embedding_multiplier for part in multimodal_embeddings or ()]
-        return super().embed_input_ids(input_ids, features, is_multimodal=is_multimodal)
-
-
-class Gemma3ImageMTPModel(ScaledImageDraft, Gemma3MTPModel):
+class Gemma3ImageMTPModel(ImageDraft, Gemma3MTPModel):
     """MTP draft model for Gemma 3 with a vision tower."""
 
 
-class Gemma4ImageMTPModel(ScaledImageDraft, Gemma4HeadMTPModel):
+class Gemma4ImageMTPModel(ImageDraft, Gemma4HeadMTPModel):
     """MTP draft model for Gemma 4 with its towers."""
 
 
