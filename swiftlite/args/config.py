@@ -48,9 +48,11 @@ _ELSEWHERE = {
 }
 
 FORMER = {
-    "ddp_pad_buckets_for_high_nccl_busbw": """use --megatron_config '{"pad_buckets_for_high_nccl_busbw": true}'""",
-    "distribute_saved_activations": "use --sequence_parallel true",
-    "nccl_ub": """use --megatron_config '{"nccl_ub": true}'""",
+    "ddp_pad_buckets_for_high_nccl_busbw": (
+        """remove it; for true, use --megatron_config '{"pad_buckets_for_high_nccl_busbw": true}'"""
+    ),
+    "distribute_saved_activations": "remove it; for true, use --sequence_parallel true",
+    "nccl_ub": """remove it; for true, use --megatron_config '{"nccl_ub": true}'""",
 }
 """Options of earlier releases, whose default was false, and what replaces them. args.json of earlier runs has them."""
 
@@ -410,8 +412,8 @@ def values_from_file(
         return {}, [(f"{where}: the file has options of {written_for}, not of {command}", hint)]
     for key, (value, where) in entries.items():
         name = str(key).replace("-", "_")
-        if name in FORMER and value is False:
-            continue
+        if name in FORMER and (value is False or not command):
+            continue  # none of them changed results, so that runs with another value can be read as well
         if name not in known:
             hint = _suggestion(name, options(args_class, choices), command)
             problems.append((f"{where}: unknown option {key}", hint))

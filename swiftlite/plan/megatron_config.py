@@ -33,12 +33,14 @@ class Setting:
         type: type of the value, with the bounds of a number.
         effect: what the setting does.
         default: the value that changes nothing, if there is one.
+        is_changeable: whether a resumed run may change it, because it only distributes work.
     """
 
     owner: Owner
     type: Any
     effect: str
     default: bool = False
+    is_changeable: bool = False
 
 
 SETTINGS: dict[str, Setting] = {
@@ -67,10 +69,16 @@ SETTINGS: dict[str, Setting] = {
         "DistributedDataParallelConfig", bool, "gradients are sent in bfloat16 and summed over ranks in float32"
     ),
     "pad_buckets_for_high_nccl_busbw": Setting(
-        "DistributedDataParallelConfig", bool, "buckets are multiples of 65,536 parameters, which NCCL sends faster"
+        "DistributedDataParallelConfig",
+        bool,
+        "buckets are multiples of 65,536 parameters, which NCCL sends faster",
+        is_changeable=True,
     ),
     "nccl_ub": Setting(
-        "DistributedDataParallelConfig", bool, "parameters and gradients are in buffers that are registered with NCCL"
+        "DistributedDataParallelConfig",
+        bool,
+        "parameters and gradients are in buffers that are registered with NCCL",
+        is_changeable=True,
     ),
     # optimizer/__init__.py, in get_standard_config_overrides and where Adam is created
     "apply_wd_to_qk_layernorm": Setting("OptimizerConfig", bool, "weight decay of the norms of queries and keys"),
@@ -161,6 +169,19 @@ def settings_of(given: Mapping[str, Any] | None, owner: Owner) -> dict[str, Any]
         given: the value of --megatron_config, without problems.
     """
     return {name: value for name, value in (given or {}).items() if SETTINGS[name].owner == owner}
+
+
+def kept_by_resume(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the settings that a resumed run must not change; None if there are none.
+
+    Args:
+        given: a value of --megatron_config, also one with problems.
+    """
+    kept = dict(given or {})
+    for name in given or {}:
+        if name in SETTINGS and SETTINGS[name].is_changeable:
+            del kept[name]
+    return kept or None
 
 
 def setting_problems(given: Mapping[str, Any] | None) -> Iterator[Problem]:

@@ -43,8 +43,8 @@ READERS = {
     "infer": ["serve/infer.py", "engines"],
     "regenerate": ["improve/regenerate", "serve/infer.py", "engines"],
     "evaluate": ["serve/evaluate", "engines/prompts.py"],
-    "speedup": ["improve/speedup"],
-    "adapt": ["improve/adapt"],
+    "speedup": ["improve/speedup", "improve/steps.py"],
+    "adapt": ["improve/adapt", "improve/steps.py"],
     "bench": ["serve/bench", "args/commands.py"],
     "doctor": [
         "cli/doctor.py",
@@ -63,13 +63,13 @@ COMPLEMENTS = {"to_mcore", "plan"}
 
 @functools.cache
 def attributes_of_args(path: Path) -> set[str]:
-    """Return every NAME of `args.NAME`, or of one of its groups, in a file or in the files of a folder."""
+    """Return every NAME of `args.NAME`, `run.args.NAME`, or of a group, in a file or in the files of a folder."""
     files = path.rglob("*.py") if path.is_dir() else [path]
     return {
         node.attr
         for file in files
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in NAMES
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in NAMES
     }
 
 
@@ -97,8 +97,8 @@ def test_every_option_has_a_reader(command):
     readers = [PACKAGE / reader for reader in READERS[command.words]]
     read = set().union(*map(attributes_of_args, readers), *map(groups_of_args, readers))
     if PACKAGE / "engines" in readers:
-        for info in ENGINES.values():  # by `EngineInfo.engine_kwargs`
-            read |= {info.kwargs_option, *info.keyword_option_names}
+        for info in ENGINES.values():  # by `EngineInfo.engine_kwargs` and `speculative_config`
+            read |= {info.kwargs_option, *info.option_names}
     if PACKAGE / "rollouts" in readers:
         read |= {info.kwargs_option for info in ENGINES.values()}  # by `rollouts.engine.engine_kwargs`
     assert sorted(set(options(command.args_class)) - read - COMPLEMENTS) == []

@@ -89,6 +89,16 @@ def test_resume_takes_what_messages_about_bad_steps_advise(here):
     assert mention_each(notes, [f"--{name} {value}" for name, value in advised.items()])
 
 
+def test_resume_may_change_how_buckets_are_sent(here):
+    buckets = {"pad_buckets_for_high_nccl_busbw": True}
+    began = dataclasses.replace(SFT, output_dir="run", train_iters=30, use_distributed_optimizer=True)
+    Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
+    assert rules.check(dataclasses.replace(began, resume=True, megatron_config=buckets)) == []
+    checked = buckets | {"check_for_nan_in_grad": True}
+    ((problem, _),) = problems_of(dataclasses.replace(began, resume=True, megatron_config=checked))
+    assert mentions(problem, "--resume --megatron_config check_for_nan_in_grad")
+
+
 def test_a_run_of_a_release_with_more_options_resumes(here):
     """They had no effect in the command, and cannot be given any more."""
     began = DpoArgs(model="plain", dataset=["train.jsonl"], output_dir="run", train_iters=30)

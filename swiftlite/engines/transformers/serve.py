@@ -8,6 +8,7 @@
 import argparse
 import asyncio
 import json
+import random
 import signal
 import sys
 import time
@@ -34,13 +35,24 @@ MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 MAX_BYTES = 16_000_000
 """Maximum size of a request."""
-NOT_SUPPORTED = (
-    *("best_of", "frequency_penalty", "logit_bias", "presence_penalty", "response_format", "stream", "suffix"),
-    *("allowed_token_ids", "bad_words", "ignore_eos", "min_tokens", "prompt_logprobs", "stop_token_ids"),
-    "structured_outputs",
-)
-"""Fields of OpenAI's and vLLM's requests that would change the answer. A request with one of them is refused, unless
-its value requests nothing."""
+READ = {
+    *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "seed", "stop", "n", "echo", "logprobs", "tools", "chat_template_kwargs"),
+}
+"""Fields of requests that the server reads."""
+WITHOUT_EFFECT = {
+    "metadata",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "stream_options",
+    "user",
+}
+"""Fields that do not change an answer."""
+DEFAULTS = {"add_generation_prompt": True, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "auto"}
+"""Values of other fields that request what the server does anyway, as empty values and 0 do. Other fields are refused,
+because the server would ignore them."""
 
 
 class Service:
@@ -104,8 +116,9 @@ class Service:
             raise ValueError("messages is missing or empty")
         if content.get("chat_template_kwargs"):
             raise ValueError("chat_template_kwargs of a request are not supported; they are an option of the server")
-        if content.get("logprobs"):
-            raise ValueError("logprobs are only returned by /v1/completions")
+        for name in ("logprobs", "echo"):
+            if content.get(name):
+                raise ValueError(f"{name} is only supported by /v1/completions")
         ids = self._template.encode_prompt([_with_text(message) for message in messages], content.get("tools"))
         choice = await self._complete(ids, content | {"max_tokens": _max_tokens(content, self._engine.max_length)})
         message = {"role": "assistant", "content": choice["text"]}
@@ -124,7 +137,7 @@ class Service:
             _max_tokens(content, MAX_TOKENS),
             _temperature(content),
             _number(content, "top_p", 1.0, most=1.0),
-            int(content.get("seed") or 0),
+            _seed(content),
             stop_token_ids=self._stops,
             log_p=True,
             top_k=max(int(content.get("top_k") or 0), 0),  # vLLM's -1: all tokens
@@ -184,6 +197,16 @@ def _temperature(content: dict[str, Any]) -> float:
     return 0.0 if float(temperature) < GREEDY else float(temperature)
 
 
+def _seed(content: dict[str, Any]) -> int:
+    """Return the seed of a request; without one, a random seed, so that sampled answers differ as in other servers."""
+    seed = content.get("seed")
+    if seed is None:
+        return random.getrandbits(31)
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed {seed!r} is not an integer of 64 bits")
+    return seed
+
+
 def _number(content: dict[str, Any], name: str, default: float, *, most: float, can_be_0: bool = False) -> float:
     value = content.get(name)
     if value is None:
@@ -215,14 +238,16 @@ def _with_text(message: Any) -> dict[str, Any]:
     return message | {"content": "\n".join(part["text"] for part in parts)}
 
 
-def _check_supported(content: dict[str, Any]) -> None:
+def _check_supported(content: Any) -> None:
     """Refuse a request with a field that this server would ignore.
 
     Raises:
         ValueError: the request has such a field.
     """
-    for name in NOT_SUPPORTED:
-        if content.get(name) and content[name] != {"type": "text"}:  # the default of response_format
+    if not isinstance(content, dict):
+        raise ValueError("the request is not a JSON object")
+    for name in content.keys() - READ - WITHOUT_EFFECT:
+        if content[name] and content[name] != DEFAULTS.get(name):
             raise ValueError(f"{name} is not supported by this server")
 
 

@@ -17,6 +17,7 @@ from swiftlite.methods.index import command_of_run, method_of
 from swiftlite.plan.best_metric import known_metrics, metric_of
 from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults, heads_of
+from swiftlite.plan.megatron_config import kept_by_resume
 from swiftlite.plan.run import holds_out
 from swiftlite.runtime.lock import holder_of, in_use
 
@@ -176,6 +177,8 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
                 before = defaults[name]
             if now is None:
                 now = defaults[name]
+        if name == "megatron_config":
+            before, now = kept_by_resume(before), kept_by_resume(now)
         is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
         if before != now and not is_same_place:
             yield name, before, now

@@ -15,7 +15,7 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling
 from swiftlite.engines.server.metrics import read_draft_counts, read_throughput
 from swiftlite.engines.transformers.engine import TransformersEngine
-from swiftlite.engines.transformers.serve import NOT_SUPPORTED, Service
+from swiftlite.engines.transformers.serve import DEFAULTS, Service
 from swiftlite.engines.transformers.server import PREFIX
 from swiftlite.families.resolved import HfModel, resolve
 from tests.tiny import make_tiny_hf
@@ -136,9 +136,13 @@ def test_invalid_chats_are_refused(model, content, word):
 def test_a_text_in_parts_is_one_text(model):
     parts = [{"type": "text", "text": "word1"}, {"type": "text", "text": "number2"}]
     contents = [parts, "word1\nnumber2"]
-    chats = [answer(model, "/v1/chat/completions", messages=[{"role": "user", "content": each}]) for each in contents]
-    assert chats[0][1]["usage"] == chats[1][1]["usage"]
-    assert {status for status, _ in chats} == {200}
+    found = []
+    for content in contents:
+        messages = [{"role": "user", "content": content}]
+        status, chat = answer(model, "/v1/chat/completions", messages=messages, max_tokens=8, temperature=0)
+        assert status == 200
+        found.append((chat["usage"], chat["choices"]))
+    assert found[0] == found[1]
 
 
 def test_variables_of_the_template_are_an_option_of_the_server(model):
@@ -165,7 +169,9 @@ def test_a_stop_text_ends_an_answer(model):
         ({"prompt": []}, "prompt"),
         ({"prompt": [10**9]}, "1000000000"),
         ({"prompt": [-1]}, "-1"),
-        *(({"prompt": PROMPT, name: True}, name) for name in NOT_SUPPORTED),
+        *(({"prompt": PROMPT, name: True}, name) for name in ("stream", "logit_bias", "response_format", "unknown")),
+        ({"prompt": PROMPT, "seed": "a"}, "seed"),
+        ({"prompt": PROMPT, "seed": 2**70}, "seed"),
         ({"prompt": PROMPT * 1000}, "6000"),
         ({"prompt": PROMPT, "max_tokens": "x"}, "x"),
         ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
@@ -182,6 +188,27 @@ def test_invalid_requests_are_refused(model, content, word):
     status, found = answer(model, "/v1/completions", **content)
     assert status == 400
     assert word in json.dumps(found)
+
+
+def test_fields_that_ask_for_nothing_else_are_accepted(model):
+    fields: dict[str, Any] = {**DEFAULTS, "stream": False, "logit_bias": {}, "frequency_penalty": 0, "user": "me"}
+    status, found = answer(model, "/v1/completions", prompt=PROMPT, max_tokens=2, **fields)
+    assert status == 200, found
+
+
+def test_sampled_answers_differ_without_a_seed(model):
+    request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "temperature": 2.0}
+
+    async def use(client: TestClient) -> list[str]:
+        texts = []
+        for seed in ({}, {}, {"seed": 5}, {"seed": 5}):
+            async with client.post("/v1/completions", json=request | seed) as response:
+                texts.append((await response.json())["choices"][0]["text"])
+        return texts
+
+    one, other, seeded, again = with_client(model, use)
+    assert one != other
+    assert seeded == again
 
 
 def test_routes_of_the_server(model):
