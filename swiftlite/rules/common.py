@@ -302,7 +302,7 @@ def problems_beside(
         prefix: prefix of the options for the sizes of this layout, such as "teacher".
     """
     sizes = [f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline")]
-    hint = "use " + " and ".join(f"--{prefix}_{size}" for size in sizes)
+    hint = "use other sizes: " + ", ".join(f"--{prefix}_{size}" for size in sizes)
     own, num_ranks = layout_of(args), len(ranks_of(layout, facts.world_size))
     of_model = [*layout_problems(own, facts.architecture, 0), *process_problems(own, facts.world_size)]
     for problem in (*layout_problems(layout, architecture, 0), *process_problems(layout, num_ranks)):

@@ -33,6 +33,8 @@ def gguf_options(model: HfModel, torch_dtype: str, *, drafts: bool) -> dict[str,
         UserError: llama.cpp does not support the model, or a file cannot be written.
     """
     if is_gguf(model.name):  # its config.json declares no drafter with a file of its own
+        if (draft := draft_file_of(Path(model.name))).is_file():
+            logger.warning("%s is not used; to draft with it, give the exported Hugging Face model as --model", draft)
         return {"model": model.name}
     gguf_type = TYPES[torch_dtype]
     file = Path(constants.HF_HOME) / "swiftlite" / "gguf-written" / f"{_identity(model)}-{gguf_type}.gguf"

@@ -3,6 +3,7 @@
 import stat
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.llamacpp import embedded
 from swiftlite.engines.llamacpp.client import request_of
 from swiftlite.engines.llamacpp.engine import cut
+from swiftlite.engines.llamacpp.gguf_file import gguf_options
 from swiftlite.engines.llamacpp.program import program
 from swiftlite.engines.llamacpp.server import DraftNumbers, server_options
 from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.server.metrics import counts_of
+from swiftlite.families.resolved import resolve
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 
@@ -117,6 +120,17 @@ def test_a_drafter_of_another_trunk_is_refused(tmp_path, architecture, key):
         with expected:
             given = {"model_draft": str(draft)}
             server_options(model, "float32", DraftNumbers(0, 0), None, 1, given, draws_drafts=False)
+
+
+def test_the_drafter_next_to_a_file_is_named(tmp_path, caplog):
+    model = resolve(make_tiny_hf(tmp_path / "model", "qwen3"))
+    served = replace(model, name=str(tmp_path / "model.gguf"))
+    Path(served.name).touch()
+    assert gguf_options(served, "float32", drafts=True) == {"model": served.name}
+    assert caplog.text == ""
+    (tmp_path / "model-draft.gguf").touch()
+    gguf_options(served, "float32", drafts=True)
+    assert mentions(caplog.text, f"{tmp_path / 'model-draft.gguf'} --model")
 
 
 def test_a_request_has_the_sampling_settings():
