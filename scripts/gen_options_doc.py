@@ -29,8 +29,8 @@ next option. A YAML or JSON file may come first, and options override its values
 
 A run saves its resolved options as `args.json`, which runs again in the same way.
 
-`NPROC_PER_NODE`, `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` in the environment start `megatron sft`,
-`megatron pt`, `megatron dpo` and `export` as several processes through torchrun:
+`NPROC_PER_NODE`, `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` in the environment start the commands of
+`megatron` and `export` as several processes through torchrun:
 
     NPROC_PER_NODE=2 swiftlite megatron sft run.yaml
 """,
@@ -46,7 +46,7 @@ A run saves its resolved options as `args.json`, which runs again in the same wa
 每次训练都会把解析后的选项保存为 `args.json`，可以用同样的方式再次运行。
 
 环境变量 `NPROC_PER_NODE`、`NNODES`、`NODE_RANK`、`MASTER_ADDR` 和 `MASTER_PORT` 会通过 torchrun 以多进程方式启动
-`megatron sft`、`megatron pt`、`megatron dpo` 和 `export`：
+`megatron` 的各个命令和 `export`：
 
     NPROC_PER_NODE=2 swiftlite megatron sft run.yaml
 """,

@@ -35,6 +35,7 @@ _ELSEWHERE = {
     "model_name_or_path": "model",
     "num_epochs": "num_train_epochs",
     "bucket_size": "ddp_bucket_size",
+    "pad_buckets_for_high_nccl_busbw": "megatron_config",
     "per_device_train_batch_size": "micro_batch_size",
     "profile": "profile_steps",
     "profile_step_end": "profile_steps",

@@ -32,10 +32,10 @@ from swiftlite.cli.planned import planned_command, separate
 from swiftlite.cli.table import Command, commands, find
 from swiftlite.launch import failure, start
 from swiftlite.plan.cost.gpus import gpu_named
-from swiftlite.plan.dry_run import render
 from swiftlite.plan.facts import read_facts, read_hf_config
 from swiftlite.plan.kernels import this_machine
 from swiftlite.plan.run import make_schedule, plan_of
+from swiftlite.plan.text import render
 from swiftlite.runtime.environment import SAFE_PATH, gpu_models, sees_gpu
 from swiftlite.runtime.parent import exit_with_parent
 from swiftlite.runtime.progress import num_restarts

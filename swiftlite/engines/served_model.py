@@ -9,12 +9,13 @@ from pathlib import Path
 
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import MTP
+from swiftlite.base.json_file import read_json
 from swiftlite.base.log import logger
 from swiftlite.bridge.audit import mtp_keys
 from swiftlite.bridge.binding import compare_shapes
 from swiftlite.bridge.encoding.index import format_of
 from swiftlite.bridge.rows import Shape
-from swiftlite.bridge.tensors import SINGLE_NAME, Checkpoint, some
+from swiftlite.bridge.tensors import SINGLE_NAME, Checkpoint, scan, some
 from swiftlite.engines.info import EngineInfo
 from swiftlite.families.resolved import HfModel, resolve
 
@@ -80,14 +81,22 @@ def require_heads(model: HfModel, kinds: Collection[str] = (MTP,)) -> None:
 
 
 def check_draft_folder(folder: Path) -> None:
-    """Check that a directory from which an engine drafts has config.json and tensors.
+    """Check that a directory from which an engine drafts has config.json and tensors. Only headers are read.
 
     Raises:
-        UserError: a file is missing.
+        UserError: a file is missing or damaged.
     """
+    hint = "export the run again: swiftlite export --to_hf"
     for name in ("config.json", SINGLE_NAME):
         if not (folder / name).is_file():
-            raise UserError(f"{folder / name} is missing", "export the run again: swiftlite export --to_hf")
+            raise UserError(f"{folder / name} is missing", hint)
+    try:
+        read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be read: {error}", hint) from None
+    _, problems = scan(folder)
+    if problems:
+        raise UserError("\n  ".join([f"{folder} cannot be read:", *some(problems)]), hint)
 
 
 def fed_otherwise(model: HfModel, info: EngineInfo) -> str:
@@ -115,15 +124,14 @@ def log_fed_otherwise(model: HfModel, info: EngineInfo) -> None:
 
 
 def log_untrained_drafts(model: HfModel, num_tokens: int | None) -> None:
-    """Log a warning if more tokens are drafted than the heads were trained for.
+    """Log a line if more tokens are drafted than the heads were trained for.
 
     Args:
         num_tokens: number of draft tokens per step; None means the number that the heads were trained for.
     """
     if (num_tokens or 0) > model.heads.drafts > 0:
         logger.info(
-            "drafting %d tokens with heads trained for %d: acceptance is lower at further positions "
-            "(sft --mtp_unroll trains them)",
+            "drafting %d tokens with heads trained for %d: acceptance is lower (sft --mtp_unroll trains more)",
             num_tokens,
             model.heads.drafts,
         )

@@ -26,7 +26,10 @@ def _all_families() -> dict[str, Family]:
     found: dict[str, Family] = {}
     for module in iter_modules(models.__path__, f"{models.__name__}."):
         content = vars(import_module(module.name)).values()
-        found |= {family.name: family for family in content if isinstance(family, Family)}
+        for family in content:
+            # Modules also contain the families that they import.
+            if isinstance(family, Family) and found.setdefault(family.name, family) is not family:
+                raise ValueError(f"{module.name}: another module of models/ defines the family {family.name!r}")
     return dict(sorted(found.items()))
 
 

@@ -28,9 +28,9 @@ from swiftlite.hub.commits import check_commits, write_commits
 from swiftlite.hub.name import hub_names
 from swiftlite.methods.index import method_of
 from swiftlite.model.trunk import TrunkSource
-from swiftlite.plan.dry_run import layout_lines
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule
+from swiftlite.plan.text import layout_lines
 from swiftlite.report.metrics import evaluations_in, read_metrics, restarts_in
 from swiftlite.report.profiles import read_profiles
 from swiftlite.runtime.agreement import check_agreement, digest

@@ -40,11 +40,11 @@ from swiftlite.methods.index import method_of
 from swiftlite.model.build import check_computable
 from swiftlite.model.trunk import TrunkSource
 from swiftlite.plan.cost.flops import Flops, training_flops
-from swiftlite.plan.dry_run import nsys_line
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule, make_plan, make_schedule
+from swiftlite.plan.text import nsys_line
 from swiftlite.plan.trainable import Trainable, trainable_of, trained_parts_of
 from swiftlite.plan.trunk import Trunk
 from swiftlite.runtime.malloc import return_large_blocks

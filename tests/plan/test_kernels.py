@@ -12,10 +12,10 @@ from swiftlite.base.errors import OptionError
 from swiftlite.base.heads import Heads
 from swiftlite.bridge.join import GATE_UP
 from swiftlite.bridge.rows import Row
-from swiftlite.plan.dry_run import render
 from swiftlite.plan.kernels import Kernels, Machine, choose, this_machine
 from swiftlite.plan.low_precision import LowPrecision, low_precision_misfit
 from swiftlite.plan.run import make_plan
+from swiftlite.plan.text import render
 from tests.messages import has_line, naming
 
 CPU = Machine()

@@ -7,8 +7,8 @@ import pytest
 
 from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.base.heads import Heads
-from swiftlite.plan.dry_run import nsys_line, render
 from swiftlite.plan.run import make_plan, make_schedule
+from swiftlite.plan.text import nsys_line, render
 from tests.messages import has_line
 
 

@@ -7,8 +7,8 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.base.errors import UserError
 from swiftlite.base.heads import Heads
 from swiftlite.families.resolved import resolve
-from swiftlite.plan.dry_run import render
 from swiftlite.plan.run import make_plan
+from swiftlite.plan.text import render
 from swiftlite.plan.trainable import HEADS_ONLY, JOINT, WHOLE_MODEL, Trainable, trainable_of
 from swiftlite.train.run import trainable_in
 from tests.messages import mentions

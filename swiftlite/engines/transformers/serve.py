@@ -217,10 +217,12 @@ def _number(content: dict[str, Any], name: str, default: float, *, most: float, 
 
 
 def _max_tokens(content: dict[str, Any], default: int) -> int:
-    number = content.get("max_completion_tokens", content.get("max_tokens"))
+    number = content.get("max_completion_tokens")
+    if number is None:
+        number = content.get("max_tokens")
     if number is None:
         return default
-    if not isinstance(number, int) or number < 1:
+    if type(number) is not int or number < 1:
         raise ValueError(f"max_tokens {number!r} is not an integer above 0")
     return number
 

@@ -13,7 +13,7 @@ other the moments.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +50,19 @@ class FrozenPart:
         return self.weights + self.layer + self.logits
 
 
-def frozen_parts(setup: Setup, layout: ParallelLayout, config: HfConfig) -> list[FrozenPart]:
+def frozen_parts(
+    setup: Setup,
+    layout: ParallelLayout,
+    config: HfConfig,
+    size: Callable[[FrozenPart], int] = lambda part: part.total,
+) -> list[FrozenPart]:
     """Return, for each pipeline stage of the trained model, the part of a frozen model on a rank of this stage. If its
     ranks have different parts, it is the largest of these.
 
     Args:
         setup: setup of the trained model.
         layout, config: layout and config.json of the frozen model.
+        size: bytes by which parts are compared.
     """
     num_ranks = len(ranks_of(layout, setup.num_gpus))
     frozen = dataclasses.replace(
@@ -76,13 +82,14 @@ def frozen_parts(setup: Setup, layout: ParallelLayout, config: HfConfig) -> list
         # Ranks of a stage are consecutive, because pipeline is the last dimension in megatron-core's order.
         place = rank * len(largest) // setup.num_gpus
         part = parts[rank * len(parts) // num_ranks]
-        largest[place] = max(largest[place], part, key=lambda each: each.total)
+        largest[place] = max(largest[place], part, key=size)
     return largest
 
 
 def frozen_weights(setup: Setup, layout: ParallelLayout, config: HfConfig) -> list[int]:
-    """Return the bytes of the weights of `frozen_parts`."""
-    return [part.weights for part in frozen_parts(setup, layout, config)]
+    """Return the bytes of weights of `frozen_parts`, the most on a rank of each stage."""
+    parts = frozen_parts(setup, layout, config, lambda part: part.weights)
+    return [part.weights for part in parts]
 
 
 def reference_parts(args: DpoArgs, setup: Setup, config: HfConfig) -> list[FrozenPart]:

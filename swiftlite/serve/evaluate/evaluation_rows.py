@@ -18,14 +18,20 @@ from swiftlite.families.resolved import HfModel
 
 
 def have_answers(dataset: Sequence[str]) -> bool:
-    """Return whether the first good row of the files has an answer; questions of benchmarks have none."""
-    first = chain.from_iterable(map(prepared_files, dataset))
+    """Return whether a row of the files has an answer; questions of benchmarks have none.
+
+    If only some rows have one, the others are bad rows, which `load_rows` names. Also true if no row can be read.
+    """
+    files = chain.from_iterable(map(prepared_files, dataset))
     parse = partial(parse_row, needs_answer=False, no_images=None)
-    for file in map(find_rows, first):
+    has_question = False
+    for file in map(find_rows, files):
         for _, row in checked_rows(file, system=None, parse=parse):
             if isinstance(row, Conversation):
-                return row.answer() is not None
-    return True
+                if row.answer() is not None:
+                    return True
+                has_question = True
+    return not has_question
 
 
 def load_rows(

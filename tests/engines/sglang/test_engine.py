@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import DeployArgs
@@ -66,13 +67,13 @@ def has_gpu(monkeypatch):
 
 
 def add_block_drafter(directory: Path, rank: int, drafts: int = 3, **keys: Any) -> Path:
-    """Write a model with a drafter of 3 drafts, whose folder has empty files."""
+    """Write a model with a drafter of 3 drafts, whose folder has one tensor."""
     add_drafter(make_tiny_hf(directory, "llama", num_hidden_layers=4), [1, 2], rank=rank)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"mtp_unroll": drafts, **keys}))
     (directory / "draft").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (directory / "draft" / name).touch()
+    (directory / "draft/config.json").write_text('{"num_hidden_layers": 1}')
+    save_file({"fc.weight": torch.zeros(8)}, directory / "draft/model.safetensors")
     return directory
 
 
@@ -102,9 +103,14 @@ def test_a_block_drafter_that_sglang_does_not_run(has_gpu, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_file_of_the_drafter_is_missing(has_gpu, tmp_path, name):
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_of_the_drafter_is_missing_or_cut_short(has_gpu, tmp_path, name, is_there):
     model = add_block_drafter(tmp_path, 0)
-    (model / "draft" / name).unlink()
+    file = model / "draft" / name
+    content = file.read_bytes()
+    file.unlink()
+    if is_there:
+        file.write_bytes(content[:-9])
     with pytest.raises(UserError, match=naming(f"draft/{name}")):
         speculative(model, num_speculative_tokens=2)
 

@@ -175,6 +175,7 @@ def test_a_stop_text_ends_an_answer(model):
         ({"prompt": PROMPT * 1000}, "6000"),
         ({"prompt": PROMPT, "max_tokens": "x"}, "x"),
         ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
+        ({"prompt": PROMPT, "max_completion_tokens": None, "max_tokens": 0}, "max_tokens"),
         ({"prompt": PROMPT, "max_tokens": 1.5}, "max_tokens"),
         ({"prompt": PROMPT, "temperature": -1}, "temperature"),
         ({"prompt": PROMPT, "top_p": 2}, "top_p"),

@@ -30,7 +30,7 @@ from swiftlite.model.build import build_model
 from swiftlite.model.inputs import ModelInputs
 from swiftlite.serve.evaluate.by_engine import by_engine
 from swiftlite.serve.evaluate.confidence import confidence_table, fastest_line
-from swiftlite.serve.evaluate.evaluation_rows import load_rows
+from swiftlite.serve.evaluate.evaluation_rows import have_answers, load_rows
 from swiftlite.serve.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.serve.evaluate.position_tables import position_tables
 from swiftlite.serve.evaluate.rates import compare_with_engine, table
@@ -286,3 +286,11 @@ def test_a_walk_skips_what_it_accepts_and_begins_behind_the_first_token_of_each_
     counted = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 0, 1, 0]], dtype=torch.bool)
     # Drafts at 1 (wrong), 2 (one right), 4 (two right, so over); and at 8, whose second token is not of the answer.
     assert replay(agrees, counted) == DraftCounts(4, 8, (3, 1))
+
+
+@pytest.mark.parametrize(("rows", "expected"), [("q", False), ("qa", True), ("aq", True), ("x", True), ("xq", False)])
+def test_rows_have_answers_if_one_has(tmp_path, rows, expected):
+    kinds = {"q": {"query": "word1"}, "a": {"query": "word1", "response": "word2"}, "x": {"none": 1}}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(kinds[kind]) + "\n" for kind in rows))
+    assert have_answers([str(file)]) == expected

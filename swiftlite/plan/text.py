@@ -1,4 +1,4 @@
-"""Describe a plan as the text that --dry_run prints. This module reads no model, no rows and no weights."""
+"""Describe a plan as text, for --dry_run and the log of a run. This module reads no model, no rows and no weights."""
 
 import itertools
 import json
