@@ -12,6 +12,7 @@ from swiftlite.methods.index import method_of
 from swiftlite.plan.cost import memory
 from swiftlite.plan.cost.frozen_memory import (
     before_first_step,
+    frozen_weights,
     reference_parts,
     reward_configs,
     reward_weights,
@@ -21,6 +22,7 @@ from swiftlite.plan.cost.rollout_memory import estimate_rollouts, rollout_flops
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.cost.streamed_memory import estimate_streamed
 from swiftlite.plan.facts import Facts
+from swiftlite.plan.policy import is_base_of_adapters, reference_layout
 from swiftlite.plan.preference import preference_of
 from swiftlite.plan.run import Plan
 from swiftlite.report.table import text_table
@@ -128,13 +130,21 @@ def _reference_table(args: DpoArgs, facts: Facts, setup: Setup, stages: list[mem
 
 
 def _frozen(args: GrpoArgs | GkdArgs, facts: Facts, setup: Setup) -> dict[str, list[int]]:
-    """Return the bytes of the teacher and of the reward models on a rank of each stage of the trained model."""
+    """Return the bytes of the models whose weights stay in memory, on a rank of each stage of the trained model."""
     frozen = {}
+    if isinstance(args, GrpoArgs) and args.beta and not is_base_of_adapters(args, setup.lora):
+        config = facts.hf_config
+        if args.ref_model:
+            _, config = facts.described("ref_model")
+        frozen["reference"] = frozen_weights(setup, reference_layout(args), config)
     if args.teacher_model:
         frozen["teacher"] = teacher_weights(args, setup, facts.described("teacher_model")[1])
     if isinstance(args, GrpoArgs) and (configs := reward_configs(args)):
         frozen["reward"] = reward_weights(args, setup, configs)
     return frozen
+
+
+_FROZEN = {"reference": "reference model", "teacher": "teacher", "reward": "reward model"}
 
 
 def _frozen_table(
@@ -146,9 +156,9 @@ def _frozen_table(
     for number, (stage, *weights) in enumerate(zip(stages, *frozen.values(), strict=True)):
         totals.append(stage.total + sum(weights))
         rows.append((str(number), *_cells(stage.total, *weights, totals[-1])))
-    words = " and ".join(f"{name} model" if name == "reward" else name for name in frozen)
+    words = " and ".join(_FROZEN[name] for name in frozen)
     heading = f"GB on one rank with {words}, whose weights stay in memory ({method_of(args).words})"
-    sizes = ", ".join(f"--{name}_tensor_model_parallel_size" for name in frozen)
+    sizes = ", ".join(f"--{name.removesuffix('erence')}_tensor_model_parallel_size" for name in frozen)
     hint = f"increase {sizes}, --tensor_model_parallel_size or the pipeline sizes"
     return MemoryTable([heading, text_table(rows, indent="  ", numbers=True)], max(totals), f"with {words}", hint)
 
@@ -161,12 +171,10 @@ def sleeps_in_training(args: GrpoArgs) -> bool:
 
 def _rollouts_table(args: GrpoArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> MemoryTable:
     """Return the memory of the GPU that trainer and engine share, and the FLOPs of completions."""
-    config = reference = facts.hf_config
-    if args.ref_model:
-        _, reference = facts.described("ref_model")
+    config = facts.hf_config
     frozen = {name: weights[0] for name, weights in _frozen(args, facts, setup).items()}
     sleeps = facts.machine.is_cuda and not args.async_rollouts and sleeps_in_training(args)
-    shared = estimate_rollouts(args, setup, stages, config, reference, frozen, sleeps=sleeps)
+    shared = estimate_rollouts(args, setup, stages, config, frozen, sleeps=sleeps)
     rows: list[tuple[str, ...]] = [("trainer", "reference", "teacher", "reward", "engine", "KV cache", "total")]
     rows += [_cells(*sizes) for sizes in shared.phases.values()]
     drawn, trained = rollout_flops(config, setup, args.max_completion_length)

@@ -78,12 +78,21 @@ def test_sizes_are_those_of_the_files(tmp_path, family):
     args = planned(model=str(directory), max_batch_size=3, torch_dtype="float32", beta=0.1, **ROLLOUTS)
     setup, run = setup_of(args), args.run
     assert isinstance(run, GrpoArgs)
-    memory = estimate_rollouts(run, setup, estimate(config, setup), config, config, {})
+    memory = estimate_rollouts(run, setup, estimate(config, setup), config, {})
     # Heads share embedding and output layer with the trunk; some files have copies.
     tensors = {tensor.tobytes() for tensor in load_file(directory / "model.safetensors").values()}
     assert memory.engine == pytest.approx(sum(map(len, tensors)), rel=1e-3)  # without the biases of routers
-    assert memory.reference < memory.engine
     assert memory.cache == 4 * 3 * 1024 * numbers_per_token(config)
+
+
+def test_the_reference_beside_a_server_of_rollouts_is_counted(capsys, model):  # noqa: F811
+    options = {"model": model, "gpu_memory_gb": 400.0, "beta": 0.1, "rollout_server": ["http://a:1"]}
+    code, lines = plan(capsys, **options)
+    assert code == 0
+    (start,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["stage", "model", "reference"])
+    _, trained, reference, total = map(float, lines[start + 1].split())
+    assert 0 < reference < trained
+    assert total == pytest.approx(trained + reference, abs=0.02)
 
 
 @pytest.mark.parametrize(("stages", "of_reward"), [(1, 1), (2, None), (2, 1)])

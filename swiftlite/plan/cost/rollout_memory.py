@@ -15,10 +15,8 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.families.rank import Rank
 from swiftlite.plan.cost.flops import training_flops
-from swiftlite.plan.cost.frozen_memory import frozen_weights
 from swiftlite.plan.cost.memory import StageMemory, estimate
 from swiftlite.plan.cost.setup import Setup
-from swiftlite.plan.policy import is_base_of_adapters, reference_layout
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ def estimate_rollouts(
     setup: Setup,
     stages: list[StageMemory],
     hf_config: HfConfig,
-    reference_config: HfConfig,
     frozen: Mapping[str, int],
     *,
     sleeps: bool = False,
@@ -75,13 +72,10 @@ def estimate_rollouts(
 
     Args:
         setup, stages: setup and stages of the trained model.
-        reference_config: config.json of the reference model.
-        frozen: weights of "teacher" and "reward" models on the first rank, if there are such models.
+        frozen: weights of "reference", "teacher" and "reward" models on the first rank, if there are such models.
         sleeps: whether the engine sleeps while the trainer trains.
     """
-    has_reference = args.beta and not is_base_of_adapters(args, setup.lora)
-    reference = frozen_weights(setup, reference_layout(args), reference_config)[0] if has_reference else 0
-    teacher, reward = (frozen.get(name, 0) for name in ("teacher", "reward"))
+    reference, teacher, reward = (frozen.get(name, 0) for name in ("reference", "teacher", "reward"))
     whole = dataclasses.replace(setup, layout=ParallelLayout(), num_gpus=1, lora=None, low_precision=None)
     engine = estimate(hf_config, whole)[0].weights
     cache = _cache_bytes(args, setup, hf_config)
