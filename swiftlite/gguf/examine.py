@@ -45,13 +45,22 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
+class TrunkSizes:
+    """The hidden size, the number of tokens, and the number of decoder layers of a trunk."""
+
+    hidden: int
+    vocab: int
+    layers: int
+
+
+@dataclass(frozen=True)
 class Examined:
     """The result of an examination.
 
     Attributes:
         architecture: general.architecture.
         heads: number of declared MTP heads.
-        hidden: hidden size.
+        sizes: sizes that a drafter must be made for.
         types: number of tensors by type, in the trunk and in the heads.
         problems: why llama.cpp does not load the file or accepts no drafts, one line each.
         notes: what lowers acceptance, one line each.
@@ -59,7 +68,7 @@ class Examined:
 
     architecture: str
     heads: int
-    hidden: int
+    sizes: "TrunkSizes"
     types: Mapping[str, Mapping[str, int]]
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -85,29 +94,43 @@ def _examine(file: Path) -> Examined:
     for name, tensor in tensors.items():
         counted = types["heads" if content.is_of_head(name) else "trunk"]
         counted[tensor.tensor_type.name] = counted.get(tensor.tensor_type.name, 0) + 1
-    hidden = content.number("embedding_length")
-    return Examined(architecture, content.heads, hidden, types, list(content.problems()), list(content.notes()))
+    embedding = tensors.get("token_embd.weight")
+    vocab = int(embedding.shape[-1]) if embedding is not None else 0
+    layers = content.number("block_count") - content.heads
+    sizes = TrunkSizes(content.number("embedding_length"), vocab, layers)
+    return Examined(architecture, content.heads, sizes, types, list(content.problems()), list(content.notes()))
 
 
-def check_drafter(draft: Path, trunk: str, hidden: int) -> None:
-    """Check that a drafter's file is for a trunk of this hidden size; with another one, llama.cpp crashes.
+def check_drafter(draft: Path, trunk: str, sizes: TrunkSizes) -> None:
+    """Check that a drafter's file is for a trunk with these sizes; with another one, llama.cpp crashes.
 
     Args:
         draft: the file; a model of its own, which drafts with its own embedding, can have any size.
         trunk: name of the trunk's file or directory.
 
     Raises:
-        UserError: the drafter is for a trunk of another size, or its file is damaged.
+        UserError: the drafter is for a trunk of other sizes, or its file is damaged.
     """
     with readable(draft):
         fields = open_reader(draft).fields
         architecture = str(fields["general.architecture"].contents())
-        keys = [f"{architecture}.{size}" for size in _TRUNK_SIZES]
-        stated = [fields[key].contents() for key in keys if key in fields]
-    is_drafter = architecture in {known.name for known in DRAFT_ARCHITECTURES.values()}
-    if is_drafter and stated and stated[0] != hidden:
+        names = (*_TRUNK_SIZES, "vocab_size", "target_layers")
+        stated = {name: fields[key].contents() for name in names if (key := f"{architecture}.{name}") in fields}
+    if architecture not in {known.name for known in DRAFT_ARCHITECTURES.values()}:
+        return
+    hidden = next((stated[name] for name in _TRUNK_SIZES if name in stated), sizes.hidden)
+    vocab = stated.get("vocab_size", sizes.vocab)
+    layers = [*stated.get("target_layers", ()), 0]
+    reason = ""
+    if hidden != sizes.hidden:
+        reason = f"the hidden size {hidden}, but {trunk} has {sizes.hidden}"
+    elif vocab != sizes.vocab:
+        reason = f"{vocab} tokens, but {trunk} has {sizes.vocab}"
+    elif max(layers) >= sizes.layers:
+        reason = f"more than {max(layers)} layers, but {trunk} has {sizes.layers}"
+    if reason:
         raise UserError(
-            f"{draft} drafts for a trunk with the hidden size {stated[0]}, but {trunk} has {hidden}",
+            f"{draft} drafts for a trunk with {reason}",
             "give the drafter's file of this model, which swiftlite export --to_gguf writes next to it",
         )
 

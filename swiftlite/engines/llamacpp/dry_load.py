@@ -44,7 +44,7 @@ def _of_two_files(file: Path, draft_file: Path) -> LoadReport:
     trunk, draft = examine(file), _method_of(draft_file)
     words, problems = program(), []
     try:
-        check_drafter(draft_file, str(file), trunk.hidden)
+        check_drafter(draft_file, str(file), trunk.sizes)
         if words is not None:
             load(words, file, draft, draft_file)
     except UserError as error:

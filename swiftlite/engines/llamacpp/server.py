@@ -23,7 +23,7 @@ from swiftlite.families.resolved import HfModel
 from swiftlite.families.serving.llamacpp import KINDS
 from swiftlite.gguf.architectures import metadata_of
 from swiftlite.gguf.drafters import draft_architecture_of
-from swiftlite.gguf.examine import check_drafter
+from swiftlite.gguf.examine import TrunkSizes, check_drafter
 from swiftlite.hub.name import served_name
 
 LENGTH = 8192
@@ -151,7 +151,8 @@ def server_options(
             options["no_spec_draft_backend_sampling"] = True
     options |= engine_kwargs
     if draft := options.get("model_draft"):
-        check_drafter(Path(draft), model.name, model.config["hidden_size"])
+        sizes = TrunkSizes(*(model.config[key] for key in ("hidden_size", "vocab_size", "num_hidden_layers")))
+        check_drafter(Path(draft), model.name, sizes)
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -2,9 +2,9 @@
 
 import stat
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGUFWriter
@@ -102,24 +102,35 @@ def test_counts_of_positions_without_accepted_drafts_are_zero():
     assert counts_of("", "llamacpp:", 2).accepted_per_position == (0, 0)
 
 
-@pytest.mark.parametrize(("architecture", "key"), [("dflash", "embedding_length"), ("eagle3", "target_hidden_size")])
-def test_a_drafter_of_another_trunk_is_refused(tmp_path, architecture, key):
+def write_sizes(file: Path, architecture: str, sizes: dict[str, int | list[int]]) -> None:
+    writer = GGUFWriter(file, architecture)
+    for key, size in sizes.items():
+        add = writer.add_array if isinstance(size, list) else writer.add_uint32
+        add(f"{architecture}.{key}", size)  # pyright: ignore[reportArgumentType]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", ["dflash", "eagle3"])
+def test_a_drafter_of_another_trunk_is_refused(tmp_path, architecture):
     """llama.cpp would crash. A model of its own can have any size."""
     model = resolve_served(make_tiny_hf(tmp_path / "model", "qwen3"))
-    size = model.config["hidden_size"]
-    for name, hidden in ((architecture, 2 * size), (architecture, size), ("qwen3", 2 * size)):
-        draft = tmp_path / f"{name}-{hidden}.gguf"
-        writer = GGUFWriter(draft, name)
-        writer.add_uint32(f"{name}.{key}", hidden)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.close()
-        is_refused = name == architecture and hidden != size
-        expected = pytest.raises(UserError, match=naming(f"{draft} {model.name}")) if is_refused else nullcontext()
-        with expected:
-            given = {"model_draft": str(draft)}
-            server_options(model, "float32", DraftNumbers(0, 0), None, 1, given, draws_drafts=False)
+    size = {"dflash": "embedding_length", "eagle3": "target_hidden_size"}[architecture]
+    right = {size: model.config["hidden_size"], "vocab_size": model.config["vocab_size"], "target_layers": [1]}
+    wrong = {size: 2 * right[size], "vocab_size": 7, "target_layers": [1, model.config["num_hidden_layers"]]}
+    given = {"model_draft": str(tmp_path / "draft.gguf")}
+
+    def check(architecture: str, sizes: dict[str, Any]) -> None:
+        write_sizes(tmp_path / "draft.gguf", architecture, sizes)
+        server_options(model, "float32", DraftNumbers(0, 0), None, 1, given, draws_drafts=False)
+
+    check(architecture, right)
+    check("qwen3", wrong)
+    for key, value in wrong.items():
+        with pytest.raises(UserError, match=naming(f"{given['model_draft']} {model.name}")):
+            check(architecture, right | {key: value})
 
 
 def test_the_drafter_next_to_a_file_is_named(tmp_path, caplog):
