@@ -436,7 +436,7 @@ def not_supported(name: str, command: str, why: str) -> Problem:
 
 
 def _suggestion(name: str, known: Collection[str], command: str) -> str:
-    if name in FORMER:
+    if name in FORMER and "megatron_config" in known:
         return FORMER[name]
     if suggestion := near(name, known):
         return f"did you mean {suggestion}?"

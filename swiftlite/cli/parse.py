@@ -127,7 +127,7 @@ def _suggest(name: str, known: dict[str, Option], command: str) -> str:
     positive = known.get(name.removeprefix("no_"))
     if positive is not None and positive.type is bool:
         return f"write --{positive.name} false"
-    if name in FORMER:
+    if name in FORMER and "megatron_config" in known:
         return FORMER[name]
     if suggestion := near(name, known):
         return f"did you mean --{suggestion}?"

@@ -8,7 +8,8 @@ _DONE: set[tuple[Any, str, Callable[..., Any]]] = set()
 
 
 def replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Replace a function of a class or module of vLLM; repeated calls have no effect.
+    """Replace a function of a class or module of vLLM. A second call with the same `call` has no effect; with another
+    one, replacements nest, and the last one is called first.
 
     Args:
         call: function that is called instead, with vLLM's function before the arguments.

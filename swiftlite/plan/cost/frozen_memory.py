@@ -3,8 +3,9 @@
 
 This module does not import torch.
 
-A teacher and reward models stay in memory. Their activations are freed before the step of the trained model, and the
-final hidden states of a teacher (gkd) are in the memory of the host, so only their weights are added to a rank.
+A teacher, reward models and the reference model of grpo stay in memory. Their activations are freed before the step of
+the trained model, and the final hidden states of a teacher (gkd) are in the memory of the host, so only their weights
+are added to a rank.
 
 The reference model of dpo is evaluated before the first step, when the trained model, its gradient buffers and the
 optimizer's float32 weights are already allocated. The optimizer's moments are allocated in the first step, after the

@@ -20,7 +20,7 @@ from swiftlite.runtime.mesh import Mesh
 
 @dataclass(frozen=True)
 class HeadObjective:
-    """The parts of `Objective` that are the same for all losses to which those of MTP heads are added."""
+    """The parts of `Objective` that losses share to which those of MTP heads are added."""
 
     heads: Heads
     mtp_loss_scaling_factor: float

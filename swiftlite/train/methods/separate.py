@@ -32,7 +32,8 @@ def values_of(
         chunks: the model's stages on this rank. They stay in evaluation mode.
         batches: splits rows over the ranks of `mesh`.
         sizes: number of values of each sample.
-        forward_step: the third value of its loss function are the values of the only sample; further ones are ignored.
+        forward_step: its loss function returns, as the third result, the values of the only sample of a micro-batch.
+            Values behind those of the sample, of padding, are ignored.
     """
     firsts = range(0, len(samples), mesh.dp.size())
     mine = [first + mesh.dp.rank() for first in firsts]  # an index past the end is computed as padding
