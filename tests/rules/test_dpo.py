@@ -34,6 +34,7 @@ def test_good_options_pass(here, args, world_size):
 @pytest.mark.parametrize(
     ("args", "problem", "hint"),
     [
+        (replace(DPO, ref_logprobs_cache="train.jsonl"), "--ref_logprobs_cache train.jsonl", "directory"),
         (replace(DPO, loss_scale="all"), "--loss_scale megatron dpo", "--loss_scale"),
         (replace(DPO, streaming=True), "--streaming megatron dpo", "--streaming"),
         (

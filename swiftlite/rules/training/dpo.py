@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import DpoArgs, GrpoArgs, RmArgs
@@ -51,6 +52,11 @@ def reference_is_a_model(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def cache_is_a_directory(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.ref_logprobs_cache is not None and Path(args.ref_logprobs_cache).is_file():
+        yield f"--ref_logprobs_cache {args.ref_logprobs_cache} is a file", "give a directory, which may be new"
+
+
 def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
     if not out_of_bounds(args) and preference_of(args).needs_reference:
         yield from reference_problems(reference_layout(args), args, facts)
@@ -86,7 +92,7 @@ def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
     yield from common.without_effect(args, without_reference(args) | idle)
 
 
-SHARED = (*sft.RULES, reference_is_a_model, reference_fits_its_layout)
+SHARED = (*sft.RULES, reference_is_a_model, cache_is_a_directory, reference_fits_its_layout)
 """Rules of `megatron dpo` for every --loss_type."""
 RULES = (*SHARED, pairs_have_room)
 NOTES = (*sft.NOTES, settings_have_an_effect)
