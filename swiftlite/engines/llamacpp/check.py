@@ -10,6 +10,7 @@ from typing import Any
 from swiftlite.base.errors import UserError, clip
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.llamacpp.program import SHORT_LOG
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.server.process import serve_with_short_log
 from swiftlite.engines.server_command import ServerCommand, flags
@@ -135,7 +136,7 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
     """
     options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": 0, "ctx_size": 256, "parallel": 1}
     options |= {"jinja": True, "no_warmup": True, **(more or {})}
-    command = ServerCommand([*words, *flags(options)])
+    command = ServerCommand([*words, *flags(options)], SHORT_LOG)
     with serve_with_short_log(command, f"llama.cpp cannot load {file.name}") as server:
         try:
             yield server.url

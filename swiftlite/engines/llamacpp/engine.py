@@ -13,7 +13,7 @@ from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Samplin
 from swiftlite.engines.llamacpp.client import request_of
 from swiftlite.engines.llamacpp.gguf_file import gguf_options
 from swiftlite.engines.llamacpp.info import LLAMACPP
-from swiftlite.engines.llamacpp.program import program
+from swiftlite.engines.llamacpp.program import SHORT_LOG, program
 from swiftlite.engines.llamacpp.request import post
 from swiftlite.engines.llamacpp.server import SLOTS, draft_numbers, max_length, server_options
 from swiftlite.engines.server.metrics import counts_of
@@ -50,7 +50,7 @@ class LlamacppEngine:
         )
         files = gguf_options(model, config.torch_dtype, drafts=numbers.heads > 0)
         given = {**files, "host": "127.0.0.1", "port": 0, **options}
-        command = ServerCommand([*words, *flags(given)])
+        command = ServerCommand([*words, *flags(given)], SHORT_LOG)
         self._running = ExitStack()
         served = serve_with_short_log(command, "llama.cpp", "see --llamacpp_engine_kwargs")
         self._server = self._running.enter_context(served)

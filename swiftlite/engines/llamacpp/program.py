@@ -11,6 +11,9 @@ from swiftlite.base.log import logger
 VARIABLE = "LLAMA_SERVER"
 """Environment variable with the path of llama-server, which has precedence over PATH."""
 
+SHORT_LOG = {"GGML_NO_BACKTRACE": "1"}
+"""Variables with which the log of a server that crashes ends with the failed assertion, not with frames of gdb."""
+
 
 @cache  # one warning per path
 def _named(path: str) -> list[str] | None:

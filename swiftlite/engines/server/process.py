@@ -37,11 +37,13 @@ class Server:
         url: address at which the server listens.
         process: the process that runs it.
         log: file with the server's output.
+        hint: hint of `failure`.
         was_healthy: whether `wait_until_healthy` has succeeded.
     """
 
-    def __init__(self, command: ServerCommand, log: Path):
+    def __init__(self, command: ServerCommand, log: Path, hint: str | None = None):
         self.log = log
+        self.hint = f"see {log}" if hint is None else hint
         self._start(command)
 
     def _start(self, command: ServerCommand) -> None:
@@ -80,7 +82,7 @@ class Server:
         """Return the error of a failed server, with the end of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_TO_SHOW:]
         tail = "".join(f"\n    | {line}" for line in lines)
-        return UserError(f"{what}; end of its log:{tail}", f"see {self.log}")
+        return UserError(f"{what}; end of its log:{tail}", self.hint)
 
     def stop(self) -> None:
         """Stop the server and all of its processes."""
@@ -114,17 +116,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(command: ServerCommand, log: Path) -> Iterator[Server]:
+def serve(command: ServerCommand, log: Path, hint: str | None = None) -> Iterator[Server]:
     """Start a server, wait until it is healthy, and stop it with its child processes, even if this process is killed.
 
     Args:
         command: command of a server that listens on this machine. Its port is replaced by a free one (`Server.url`).
         log: file for the server's output.
+        hint: hint of errors of the server. Default: the log.
 
     Raises:
         UserError: the server ended before it was healthy.
     """
-    with launch(command, log) as server:
+    with launch(command, log, hint) as server:
         server.wait_until_healthy()
         yield server
 
@@ -134,22 +137,21 @@ def serve_with_short_log(command: ServerCommand, what: str, hint: str = "") -> I
     """Start a server like `serve`, with a log that is deleted at the end.
 
     Raises:
-        UserError: the server ended before it was healthy. The problem begins with `what`; the hint of `serve` would
-            name the log.
+        UserError: the server ended before it was healthy. The problem begins with `what`.
     """
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-server-"))
         try:
-            server = stack.enter_context(serve(command, Path(directory) / "server.log"))
+            server = stack.enter_context(serve(command, Path(directory) / "server.log", hint))
         except UserError as error:
             raise UserError(f"{what}: {error.problem}", hint) from None
         yield server
 
 
 @contextlib.contextmanager
-def launch(command: ServerCommand, log: Path) -> Iterator[Server]:
+def launch(command: ServerCommand, log: Path, hint: str | None = None) -> Iterator[Server]:
     """Start a server like `serve`, without waiting until it is healthy."""
-    server = Server(command, log)
+    server = Server(command, log, hint)
     try:
         yield server
     finally:
