@@ -1,5 +1,7 @@
 """Print the planned memory of a training run (`swiftlite doctor --plan`)."""
 
+import dataclasses
+
 from swiftlite.args.commands import PlanArgs, SftArgs
 from swiftlite.base.heads import MTP
 from swiftlite.cli.memory_tables import GB, MemoryTable, memory_tables
@@ -37,7 +39,7 @@ def report_memory(args: PlanArgs, run: SftArgs, facts: Facts) -> bool:
     reserve = f"{memory.RESERVE:.0%} of {gpu_memory_gb:g} GB is reserved for CUDA, NCCL and fragmentation"
     print(f"\n{_verdict(training, usable)}; {reserve}")
     if not fits:
-        print(_suggestion(hf_config, setup, gpu_memory_gb))
+        print(_suggestion(run, facts, setup, gpu_memory_gb))
     if setup.mtp_mode == "heads_only" and setup.heads.layers:
         print(f"\n{_cached_trunk(hf_config, setup)}")
         if setup.layout.pipeline_model_parallel_size == 1 and setup.low_precision is None:
@@ -124,9 +126,23 @@ def _kernels(setup: Setup) -> str:
     return fused
 
 
-def _suggestion(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> str:
+def _suggestion(run: SftArgs, facts: Facts, setup: Setup, gpu_memory_gb: float) -> str:
     """Return a description of options with which the run fits."""
-    better = suggest(hf_config, setup, gpu_memory_gb)
+
+    def tables(candidate: Setup) -> list[MemoryTable]:
+        # The models next to the trained one have its layout, except for the sizes that the --ref_... options and
+        # similar ones set; they read it from the options.
+        options = vars(candidate.layout) | vars(candidate.recompute)
+        return memory_tables(dataclasses.replace(run, **options), facts, candidate)
+
+    def others_fit(candidate: Setup) -> bool:
+        try:
+            others = tables(candidate)[1:]
+        except ValueError:  # of `decoder_layers_per_stage`: another model has layers that these stages cannot divide
+            return False
+        return all(table.peak <= memory.usable_bytes(gpu_memory_gb) for table in others)
+
+    better = suggest(facts.hf_config, setup, gpu_memory_gb, others_fit)
     if better is None:
         most = setup.num_gpus << LARGEST_DOUBLING
         smaller = "a smaller --max_length or --micro_batch_size, --mtp_mode heads_only or --tuner_type lora"
@@ -137,7 +153,7 @@ def _suggestion(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> str:
         flags += [f"--{name} {value}" for name, value in vars(part).items() if value != getattr(default, name)]
     if better.use_distributed_optimizer:
         flags.append("--use_distributed_optimizer true")
-    total = memory.largest(memory.estimate(hf_config, better)).total
+    total = max(table.peak for table in tables(better))
     gpus = f"{better.num_gpus} GPUs"
     if better.num_gpus == setup.num_gpus:
         gpus = "the same GPUs"

@@ -1,5 +1,7 @@
 """Test the output of `swiftlite doctor --plan --loss_type`. tests/parallel/test_dpo.py tests its numbers."""
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from swiftlite import rules
 from swiftlite.base.errors import OptionError
 from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
 from tests.messages import mentions
-from tests.planned import plan, planned
+from tests.planned import QWEN3_8B, plan, planned
 
 PAIRS: dict[str, Any] = {"loss_type": "sigmoid", "tensor_model_parallel_size": 4, "num_gpus": 8}
 
@@ -35,6 +37,35 @@ def test_both_models_by_stage(capsys, model):  # noqa: F811
     assert mentions(lines[-1], "--ref_tensor_model_parallel_size --ref_pipeline_model_parallel_size")
     _, lines = plan(capsys, model=model, **PAIRS | {"loss_type": "simpo"})
     assert by_stage(lines) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu_memory_gb"),
+    [
+        ({"loss_type": "sigmoid", "num_gpus": 8, "ref_tensor_model_parallel_size": 1}, 30.0),
+        ({"max_completion_length": 256, "beta": 0.1}, 60.0),
+        ({"max_completion_length": 256, "beta": 0.1, "ref_model": "shorter"}, 48.0),
+    ],
+)
+def test_a_suggestion_fits_with_the_models_next_to_the_trained_one(capsys, tmp_path, options, gpu_memory_gb):
+    for name, layers in (("model", 36), ("shorter", 7)):
+        (tmp_path / name).mkdir()
+        config = QWEN3_8B | {"num_hidden_layers": layers}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    options = options | {"model": tmp_path / "model", "gpu_memory_gb": gpu_memory_gb}
+    if "ref_model" in options:
+        options["ref_model"] = tmp_path / options["ref_model"]
+    code, lines = plan(capsys, **options)
+    assert code == 1
+    (suggestion,) = (line for line in lines if line.lstrip().startswith("fits with"))
+    text, _, flags = suggestion.partition(": ")
+    if more := re.search(r"on (\d+) GPUs", text):
+        options["num_gpus"] = more[1]
+    words = flags.split()
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        options[flag.removeprefix("--")] = value
+    code, lines = plan(capsys, **options)
+    assert code == 0
 
 
 def test_a_stage_that_the_reference_leaves_out(capsys, model):  # noqa: F811

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.families.architecture import Architecture
@@ -16,17 +16,23 @@ LARGEST_DOUBLING = 10
 """Maximum number of times that the number of GPUs is doubled."""
 
 
-def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
+def suggest(
+    hf_config: HfConfig, setup: Setup, gpu_memory_gb: float, others_fit: Callable[[Setup], bool] = lambda setup: True
+) -> Setup | None:
     """Return the most similar setup that fits, with 2, 4, ... times the GPUs if necessary; None without one.
 
     Changes are tried in this order: sharding the optimizer state, recomputation, then more ranks per model, first
     without and then with recomputation.
+
+    Args:
+        others_fit: whether the models next to the trained one also fit in a setup, in which a training step fits.
     """
     architecture = planned_architecture(hf_config, setup)
     for doublings in range(LARGEST_DOUBLING + 1):
         num_gpus = setup.num_gpus << doublings
         for candidate in _candidates(architecture, dataclasses.replace(setup, num_gpus=num_gpus)):
-            if largest(estimate_of(architecture, candidate)).total <= usable_bytes(gpu_memory_gb):
+            step = largest(estimate_of(architecture, candidate)).total
+            if step <= usable_bytes(gpu_memory_gb) and others_fit(candidate):
                 return candidate
     return None
 
