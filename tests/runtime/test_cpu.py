@@ -26,6 +26,7 @@ from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime import cpu
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
+from swiftlite.train.batches.train_batches import TrainBatches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.state import CheckpointState
 from swiftlite.train.methods.next_token import NextTokenObjective
@@ -99,9 +100,9 @@ def step_and_save(shim: str, out_dir: Path, **options: Any) -> None:
             scheduler=scheduler,
             plan=plan,
             schedule=schedule,
-            train_batches=lambda step: [batch],
+            batches=TrainBatches(lambda step: [batch]),
             eval_batches=[],
-            count_flops=lambda tokens, squares, counts, *items: flops.step(tokens, squares, counts[0], *items),
+            flops=flops,
             metric_loggers=[],
             logging_steps=1,
             checkpointer=None,
