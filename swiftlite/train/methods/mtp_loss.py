@@ -66,6 +66,7 @@ def head_coefficients(
         divisor: number of targets (tokens or pairs) of the objective's own loss in the global batch.
     """
     if heads.has_joint_weights:
+        # Every chain starts at a target of the first depth, also one that ends before the last depth.
         num_targets = [num_targets[0]] * heads.drafts
     coefficients = []
     for weight, count in zip(heads.weights, num_targets, strict=True):
