@@ -308,6 +308,7 @@ def restore(run: Run) -> CheckpointState:
     if run.is_first_rank:
         check_run_files(run)
     load_checkpoint(run.checkpoint, run.mesh, run.train_state.chunks, run.train_state.optimizer, is_verified=True)
+    # Checkpoints have no state of the scheduler: the learning rate is a function of the number of steps.
     run.train_state.scheduler.step(increment=state.step)
     logger.info("resuming from %s", run.checkpoint)
     return state
@@ -420,6 +421,7 @@ def report(run: Run, outcome: Outcome) -> None:
         UserError: a frozen tensor has changed.
     """
     train_state = run.train_state
+    # The hashes are of whole parameters, like those before training.
     with whole_parameters(train_state.wrapped):
         tensors = compare_tensors(train_state.chunks, train_state.hashes, train_state.trainable)
     if run.is_first_rank:

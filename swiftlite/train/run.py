@@ -93,10 +93,12 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     models = resolve_options(args)
     with (
         phases.open_session(args, models["model"]) as mesh,
+        # Closed in reverse: copies end while the directory is locked and ranks can still exchange messages.
         phases.claim_output_dir(args),
         phases.copy_checkpoints(args) as copies,
     ):
         prepared = prepare(args, mesh, models)
+        # Only now are the files of a run written: one that `prepare` refuses leaves none behind.
         state = phases.restore(prepared)
         trainer = make_trainer(prepared, state, after_step, copies)
         if copies and prepared.checkpoint and prepared.is_first_rank:  # a killed run may not have copied it
@@ -150,9 +152,11 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     if plan.lora or plan.trunk.is_in_base:
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
+    # A checkpoint replaces the heads of a resumed run, so they are not fitted again.
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
         rows_to_fit = batches_to_fit(hf_model, batches, data)
     graft_from = models.get("mtp_graft_from")
+    # After all checks, because it reads the whole model.
     train_state = make_train_state(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, graft_from)
     wait_for_ranks("reading the model")
     if checkpoint is None:  # a resumed run loads other weights afterwards

@@ -178,6 +178,7 @@ class FilePart(Iterator[StreamRow]):
         """
         while self._num_to_pass:
             yield self._pass()
+        # The first row as well: if some of its samples were returned, these may have to be held.
         first = next(self._rows)
         self._rows = itertools.chain([first], self._rows)
         yield first
@@ -197,6 +198,7 @@ class FilePart(Iterator[StreamRow]):
             for row in self.one_epoch():
                 yield num_rows, row
                 num_rows += 1
+            # With fewer rows than were skipped, or another number than in the first epoch, all positions would be others.
             if num_rows < at_least or self.rows_per_epoch not in (0, num_rows):
                 raise _changed("--dataset")
             if not num_rows:
@@ -344,12 +346,14 @@ class Stream(Iterator[StreamSample]):
         """Yield samples from the current position, after the readers have exchanged the lengths."""
         for chunk in _ahead(self._chunks()):
             own = iter(chunk.own)
+            # Sent along with the lengths, because one exchange per chunk is enough for both.
             facts = chunk.facts()
             said = [iter(numbers) for numbers in self._readers.gather(facts + chunk.said)]
             for numbers in said:
                 if list(itertools.islice(numbers, len(facts))) != facts:
                     problem = "--dataset differs between the nodes of this run"
                     raise UserError(problem, "use the same files on each node")
+            # Of this chunk: the thread has read ahead, and may have reached the end of an epoch already.
             self.rows_per_epoch = chunk.rows_per_epoch
             for row, position in enumerate(chunk.positions, start=chunk.first):
                 encoded = next(own) if self._readers.owns(row) else Encoded()
@@ -373,7 +377,9 @@ class Stream(Iterator[StreamSample]):
         for piece in range(self._piece, len(lengths)):
             if self._readers.owns(row):
                 self._held[row, piece] = encoded.samples[piece]
+            # At the first piece only: a stream that resumes within a row has counted it before.
             self._num_kept[self._mixture.part(row)] += piece == 0
+            # Before the yield: `state` can be called while the generator waits there.
             self._piece = piece + 1
             yield StreamSample(row, piece, lengths[piece])
         self.num_read = row + 1
@@ -426,6 +432,7 @@ class Stream(Iterator[StreamSample]):
             own: list[Encoded] = []
             said: list[int] = []
             positions: list[Position] = []
+            # Each reader also passes the rows of the others, for the digests, but neither parses nor tokenizes them.
             for row in range(first, first + CHUNK_ROWS * self._readers.size):
                 part = self._parts[self._mixture.part(row)]
                 parse, source, position = next(part)
@@ -473,6 +480,7 @@ def _parts_of(files: Sequence[str], num_parts: int) -> list[dict[int, DataFile]]
 
 def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     """Yield the chunks, each read ahead in a thread."""
+    # One thread: a generator runs in one at a time, and the futures are in the order of its chunks.
     pool = ThreadPoolExecutor(1, "reads --dataset", initializer=run_templates_unbounded)
     pending = deque(pool.submit(next, chunks) for _ in range(CHUNKS_AHEAD))
     try:

@@ -48,6 +48,7 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
             waiting=itertools.starmap(StreamSample, state["waiting"]),
             ready=[list(itertools.starmap(StreamSample, row)) for row in state["ready"]],
         )
+        # The packing keeps only positions and lengths of samples, so their tokens are read again.
         stream.hold(itertools.chain(self._rows.waiting, *self._rows.ready))
 
     def __next__(self) -> tuple[list[StreamSample], list[MicroBatches]]:
@@ -141,6 +142,7 @@ class StreamedBatches:
         for batches in rank_batches:
             assignment.append([number_of[index] for index in itertools.chain(*batches)])
         own = self.stream.take(entries[index] for index in by_owner)
+        # In the order of this rank's assignment, which lists micro-batch after micro-batch.
         arriving = iter(exchange(own, lengths, assignment, group, self.mesh.device.torch_device))
         return [list(itertools.islice(arriving, len(indices))) for indices in rank_batches[group.rank()]]
 

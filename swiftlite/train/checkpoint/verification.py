@@ -53,6 +53,7 @@ def _listed_files(checkpoint: Path) -> tuple[dict[str, str], str]:
         return {}, str(error)
     if digests is None:
         return {}, _damage_without_digests(checkpoint)
+    # A list that was cut off would leave files unverified.
     needed = {".metadata", "common.pt", STATE_FILE, *(path.name for path in checkpoint.glob("*.distcp"))}
     if unlisted := sorted(needed - digests.keys()):
         return {}, f"{MANIFEST_FILE} lacks {', '.join(some(unlisted, 5))}"
