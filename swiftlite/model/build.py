@@ -85,6 +85,7 @@ def build_config(
         **low_precision,
         **indexer_fields,
         mtp_num_layers=mtp_num_layers or None,
+        # gloo sends from the tensor itself, which would be freed before it is sent.
         deallocate_pipeline_outputs=device.is_cuda,
         moe_token_dispatcher_type=moe.moe_token_dispatcher_type,
         moe_flex_dispatcher_backend=moe.moe_flex_dispatcher_backend,
@@ -260,6 +261,7 @@ def _stage(
     layout, heads, drafting = mesh.layout, settings.heads, settings.drafting
     pp_rank = mesh.pp.rank()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
+    # Ranks take turns: of 2 ranks with 2 virtual stages each, rank 0 has the stages 0 and 2.
     stage = vp_stage * mesh.pp.size() + pp_rank
     first_layer = sum(per_stage[:stage])
     layers = architecture.layers[first_layer : first_layer + per_stage[stage]]

@@ -73,7 +73,9 @@ LOCAL = modules_of(Kernels())
 def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> ModuleSpec:
     q_norm = k_norm = modules.norm if attention.qk_norm else IdentityOp
     if q_norm is FusedRMSNorm and attention.rotary > 0 and not attention.rope_interleave:
+        # `fused_norm_and_rotate` computes the norm and the rotation of a head in one kernel.
         q_norm = k_norm = DeferredRMSNorm
+    # Identities, because `SelfAttention` normalizes all heads together (`has_joint_norms`).
     if attention.qk_norm_is_joint:
         q_norm = k_norm = IdentityOp
     core_attention = modules.core_attention

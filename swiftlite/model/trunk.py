@@ -195,6 +195,7 @@ class ReusedTrunk:
         num_positions = sum(batch.position_ids_BS.numel() for batch in batches)
         state_bytes = chunks[0].config.hidden_size * next(chunks[0].parameters()).element_size()
         # One decision for all ranks: experts exchange tokens within each forward pass.
+        # Two states per position: the input of the last layer, and that of the final norm.
         return all_reduce_max(2 * num_positions * state_bytes, mesh, mesh.dp) <= REUSED_GB * 1e9
 
     def run_unlabeled(
@@ -209,6 +210,7 @@ class ReusedTrunk:
             COMPUTED.run_unlabeled(chunks, mesh, batches, [*observers, recorder])
             self._kept = recorder.finish()
             return
+        # The kept state is that before the final norm, which `streamed_output` applies.
         for batch, last_input_SBH, hidden_SBH in self._kept:
             device = mesh.device.torch_device
             output = model.streamed_output(on_device(hidden_SBH, device), batch.labels_KBS[0])
@@ -393,6 +395,7 @@ class StreamedTrunk:
             if is_last_input:
                 last_inputs_SBH[:] = states_SBH
             for index, (batch, hidden_SBH) in enumerate(zip(group, fetch(states_SBH), strict=True)):
+                # The output takes the memory of the input, unless the input is kept.
                 place = None if is_feature or is_last_input else states_SBH[index]
                 states_SBH[index] = store(self._run(read.layer, hidden_SBH, batch), place)
             computed.append(self._transfers.mark())

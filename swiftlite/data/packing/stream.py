@@ -198,7 +198,7 @@ class FilePart(Iterator[StreamRow]):
             for row in self.one_epoch():
                 yield num_rows, row
                 num_rows += 1
-            # With fewer rows than were skipped, or another number than in the first epoch, all positions would be others.
+            # With fewer rows than were skipped, or than in the first epoch, all later positions would be others.
             if num_rows < at_least or self.rows_per_epoch not in (0, num_rows):
                 raise _changed("--dataset")
             if not num_rows:

@@ -75,6 +75,7 @@ def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device:
     keys_T = None
     if not torch.equal(keys, torch.arange(num_keys)):
         keys_T = on_device(keys, device)
+    # Rows are concatenated for the kernel, and all rows of a micro-batch have the same segments.
     queries_of = [segment.num_queries for segment in segments] * num_rows
     keys_of = [segment.key_end - segment.key_start for segment in segments] * num_rows
     starts = torch.tensor([[0, *accumulate(queries_of)], [0, *accumulate(keys_of)]], dtype=torch.int32)
@@ -131,6 +132,7 @@ class CoreAttention(MegatronModule):
                 config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype
             )
             self.softmax_offset = torch.nn.Parameter(own)
+            # Without the mark, megatron-core would count the sinks of one rank only in the norm of the gradients.
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
             self.sink_kernel = prefix and prefix.with_window(window)
         if window is not None:
@@ -418,6 +420,7 @@ def _outside_window(
     num_queries: int, num_keys: int, window: int, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     own = num_keys - num_queries  # index of the first query's own key
+    # For 2 queries, 4 keys and a window of 2, `own` is 2: query 0 sees keys 1 and 2, query 1 sees keys 2 and 3.
     mask = torch.zeros(num_queries, num_keys, dtype=dtype, device=device)
     is_seen = torch.ones_like(mask, dtype=torch.bool).tril(own).triu(own - window + 1)
     return mask.masked_fill(~is_seen, -torch.inf)

@@ -153,6 +153,7 @@ class _Pass:
 
     def _index(self, indexer: Indexer, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Index:
         """Compute the indexer for the tokens of this context-parallel rank, with the keys of whole rows."""
+        # Detached, as in DeepSeek-V3.2: the loss of the indexer trains the indexer only.
         hidden_SBH, latent_SBL = (
             self._on_all_sequence_ranks(tensor.detach()) for tensor in (self.hidden_SBH, self.latent_SBL)
         )
@@ -187,6 +188,7 @@ class _Pass:
         weight_SB = (sequence_SB >= 0).float() * tokens.mean_weight
         mean = loss_of(indexer, index, teacher, places, selected, weight_SB)
         indexer.mean_loss = mean.detach() + (0 if indexer.mean_loss is None else indexer.mean_loss)
+        # Times the divisor, by which megatron-core divides all gradients at the end of the step.
         loss = self.module.config.indexer_loss_coeff * tokens.divisor * mean
         if self.selections.losses is None:
             return MoEAuxLossAutoScaler.apply(out, loss)
@@ -251,6 +253,7 @@ class SparseAttention(MLASelfAttention):
             selections = Selections(attention_mask)
         if isinstance(selections.cache, Draft):
             return super().forward(hidden_states, selections.cache, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        # Also as an attribute, because `get_query_key_value_tensors` does not get the mask.
         self._pass = _Pass(self, selections, hidden_states, hidden_states, rotary_pos_emb)
         try:
             return super().forward(hidden_states, self._pass, rotary_pos_emb=rotary_pos_emb, **kwargs)
@@ -339,6 +342,7 @@ class _Attend(torch.autograd.Function):
         # Many blocks add to the gradient of a key.
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
         for block, own in _blocks(places, selected):
+            # Leaves of their own, so that the graph of a block ends here and is freed before the next block.
             parts = [part.detach().requires_grad_() for part in _parts(block, query, key, value)]
             with torch.enable_grad():
                 out = _attend_block(parts, block, own, scale)

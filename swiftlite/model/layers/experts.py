@@ -248,6 +248,7 @@ def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tens
     else:
         fused_add_reversed_(main_EOI, grad_EOI)
     for weight in weights:
+        # Otherwise the hook of DistributedDataParallel would add the gradient a second time.
         weight.grad_added_to_main_grad = True
     # The hook requires a gradient, but does not read it (distributed_data_parallel.py:434 of 0.16.1).
     return grad_EOI.unbind()

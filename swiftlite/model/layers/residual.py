@@ -95,6 +95,7 @@ class _Norm(torch.autograd.Function):
         of_both, of_weight = fused_norm_backward(
             grad_hidden, grad_normed, hidden, weight, eps, is_zero_centered, ctx.needs_input_grad[2]
         )
+        # Both terms of the sum have its gradient.
         return of_both, of_both if ctx.needs_input_grad[1] else None, of_weight, None, None
 
 
@@ -141,6 +142,7 @@ def norm_backward(
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     unit = wide * scale
     of_unit = upstream * _factor(weight_H, is_zero_centered)
+    # The norm does not depend on the length of its input, so the part of the gradient along the input drops out.
     of_input = scale * (of_unit - unit * (of_unit * unit).mean(-1, keepdim=True))
     of_both = (grad_hidden.float() + of_input).to(hidden.dtype)
     if not learns_weight:

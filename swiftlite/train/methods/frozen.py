@@ -90,6 +90,7 @@ def mesh_of(run: Run, model: HfModel, layout: ParallelLayout) -> Mesh:
 
 def batches_of(run: Run, mesh: Mesh) -> Batches:
     """Return what divides rows over the ranks of a frozen model."""
+    # Samples are scored one by one, so there are no rows to pack in advance.
     packing = "none" if run.plan.packing == "none" else "micro_batch"
     plan = replace(
         run.plan,

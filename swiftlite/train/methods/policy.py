@@ -148,6 +148,7 @@ def token_losses(
         return -(4 / temperature_BS) * torch.sigmoid(temperature_BS * (ratio_BS - 1)) * advantage_BS
     if policy.loss_type == "cispo":
         return -ratio_BS.clamp(max=policy.clip_high).detach() * advantage_BS * log_p_BS
+    # Before `delta`, which bounds only the term that is not clipped, as in TRL.
     clipped_BS = ratio_BS.clamp(policy.clip_low, policy.clip_high)
     if policy.delta is not None:
         ratio_BS = ratio_BS.clamp(max=policy.delta)
@@ -219,6 +220,7 @@ class PolicyObjective(HeadObjective):
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Return a forward step that gives the loss, the number of targets and the statistics of each micro-batch."""
         targets, tokens, (num_completions, *_), (num_batches, *_) = counts.tolist()
+        # What the gradients are divided by at the end of the step; the coefficients of the other terms make up for it.
         divisor = targets[0] if self.policy.divides_by_tokens else num_completions
         if self.policy.loss_type == "bnpo":
             divisor = num_batches
@@ -233,6 +235,7 @@ class PolicyObjective(HeadObjective):
             total = add_heads(loss, losses, batch.loss_scale_KBS, coefficients)
             number = batch.num_sequences * is_first
             if self.policy.loss_type == "bnpo":
+                # megatron-core divides the gradients by the sum of these numbers: one per micro-batch gives their mean.
                 number = int(is_first)
             if self.policy.divides_by_tokens:
                 number = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
@@ -252,6 +255,7 @@ class PolicyObjective(HeadObjective):
         """
         policy, extras, log_p_BS = self.policy, batch.extras, -main.loss_BS
         old_BS = extras[OLD.name]
+        # Detached: the ratio is 1, but its gradient is that of log p.
         old_BS = torch.where(old_BS.isnan(), log_p_BS.detach(), old_BS)
         ratio_BS = ratio_of(log_p_BS, old_BS, tokens, policy)
         weight_BS = mismatch_of(old_BS, extras[ENGINE.name], tokens, policy)
@@ -266,6 +270,7 @@ class PolicyObjective(HeadObjective):
             kl_BS = kl_of(log_p_BS, extras[REFERENCE.name], ratio_BS, policy)
             loss_BS = loss_BS + policy.beta * kl_BS
         if policy.divides_by_lengths:
+            # Padding has no length: 0 / 0 would be NaN, which the mask of targets does not remove.
             loss_BS = loss_BS / tokens.per_token(tokens.lengths_N).clamp(min=1)
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length

@@ -195,6 +195,7 @@ class PreferenceObjective(HeadObjective):
             total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
             pairs = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
             figures = self._figures(scores, losses_P) * counts_here
+            # From the predictions, because the labels are on the host (`on_this_rank`).
             is_target_BS = losses.main.prediction_BS != -1
             num_tokens = (is_target_BS & _is_preferred(batch)).sum()
             imitated = torch.stack([preferred.detach().double(), num_tokens.double()])

@@ -98,6 +98,7 @@ class Reference:
         dist.broadcast_object_list(kept)
         answers = kept[0]
         keys = [digest([pair_at(number)]) for number in range(num_pairs)]
+        # By digest, so that pairs that occur several times are scored once.
         missing = {key: number for number, key in enumerate(keys) if key not in answers}
         if missing:
             answers |= self._score(pair_at, missing, manifest)
@@ -216,6 +217,7 @@ class Reference:
     def _write_all(self, answers: Mapping[str, tuple[float, float]], manifest: Mapping[str, str]) -> None:
         """Write all log-probabilities into one file, and delete the files of slices."""
         slices = sorted(self.directory.glob(SLICES))
+        # Before the slices are deleted: a run that is killed in between finds every score at least once.
         self._write(self.directory / FILE, answers, manifest)
         for path in slices:
             path.unlink()
@@ -313,6 +315,7 @@ def _with_scores(
 def samples_of_steps(run: Run) -> np.ndarray:
     """Return the indices of the training samples that the steps of the run use, int64."""
     num_rows, batch_size = len(run.rows), run.plan.global_batch_size
+    # A whole epoch uses all samples.
     if run.schedule.steps * batch_size >= num_rows:
         return np.arange(len(run.data.train))
     sampler = Sampler(num_rows, batch_size, run.args.seed, run.args.dataset_shuffle)
