@@ -83,11 +83,13 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     if mtp.promised != mtp.depth:
         problems.append(f"config.json declares {mtp.promised} MTP layers, the files have tensors of {mtp.depth}")
 
+    # The larger number, so that both missing and undeclared heads are reported tensor by tensor.
     rows = family.rows(hf_config, max(mtp.promised, mtp.depth))
     shapes = {key: entry.shape for key, entry in entries.items()}
     not_of_rows = [key for key in entries if family.is_derived(key) or family.is_carried(hf_config, key)]
     problems += compare_shapes(expected_shapes(rows, shapes), shapes, not_of_rows)
     problems += whole_numbers(rows, entries)
+    # Reading all values takes minutes for a large model, and the rows of these checks must exist in the files.
     if not problems:
         with Checkpoint(hf_dir, format) as checkpoint:
             problems += _copies_that_differ(checkpoint, rows)

@@ -88,6 +88,8 @@ class Binding:
         begin = 0
         end = shard.global_shape[axis]
         others = [slice(None)] * shard.tensor.dim()  # this rank's part along other axes
+        # The ranks can split another axis than that of the join: the columns of linear_proj, whose COPY has axis 0, or
+        # the rows of MiMo's eh_proj, whose halves of columns are swapped.
         if shard.partition_dim == axis:
             begin = shard.first
             end = begin + local_shape[axis]
@@ -198,6 +200,7 @@ def _check_claims(rows: Iterable[Row]) -> None:
 def expected_shapes(rows: Sequence[Row], present: Container[str]) -> dict[str, Shape]:
     """Return the shapes of the HF keys that the rows require, and of the copies whose keys are in `present`."""
     expected: dict[str, Shape] = {}
+    # In a second pass, and only if the files have them: copies are optional.
     for row in rows:
         expected |= row.hf
     for row in rows:
@@ -244,6 +247,7 @@ def _misfit(row: Row, shard: Shard) -> str:
     if len(shard.global_shape) == len(shapes[0]) and _without(shard.global_shape, axis) in other_axes:
         if covers(source_ranges_of(row, shard), lengths, total):
             return ""
+        # The lengths add up, so the files fit, and only the order in the family's row can be wrong.
         if sum(lengths) == total:
             raise ValueError(f"the join of {row.mcore} does not use every number once")
     sources = ", ".join(f"{key} {list(shape)}" for key, shape in row.hf.items())

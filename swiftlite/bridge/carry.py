@@ -47,6 +47,7 @@ def _copy_tensors(checkpoint: Checkpoint, kept: dict[str, Entry], out_dir: Path,
     """Write some of the tensors of a file to a new file, and return their locations."""
     types = {key: (entry.dtype, entry.shape) for key, entry in kept.items()}
     size = sum(entry.nbytes for entry in kept.values())
+    # The maximum is the size of all tensors, so there is one file, with the name that other files of the model expect.
     out = ShardedFiles(out_dir, types, size, stem=name.removesuffix(".safetensors"))
     out.create()
     try:

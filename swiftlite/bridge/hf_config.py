@@ -101,6 +101,7 @@ def _modelopt_quantization(path: Path) -> dict[str, Any]:
         content = dict(read_json(path)["quantization"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: {reason_of(error)}", "copy it from the model's source again") from None
+    # hf_quant_config.json and a quantization_config have other names for the same settings.
     content["ignore"] = content.pop("exclude_modules", None) or []
     if content.pop("kv_cache_quant_algo", None) == "FP8":
         content["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -225,6 +226,7 @@ def _patch_wrapped(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dic
     text = hf_config.get(_TEXT)
     if not isinstance(text, dict):
         return patch(hf_config, changes)
+    # transformers writes some keys, such as tie_word_embeddings, both outside and under text_config: both are changed.
     wrapper_changes = {key: value for key, value in changes.items() if key in hf_config}
     text_changes = {key: value for key, value in changes.items() if key in text or key not in hf_config}
     new_text, text_difference = patch(text, text_changes)
@@ -261,6 +263,7 @@ def digest_of_trunk(hf_config: Mapping[str, Any]) -> str:
 
     Keys about heads, precision and the program that wrote the file are excluded.
     """
+    # These may differ between the copy of a model that a run started from and the one that it is compared with.
     others = (*KEYS, *_LAYERS_OF_HEADS, "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
     said = {key: value for key, value in hf_config.items() if key not in others}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

@@ -136,6 +136,7 @@ class GatedQkv:
         size = self.head_dim
         if lengths[0] % (2 * size * self.groups) or list(lengths[1:]) != [self.groups * size] * 2:
             raise ValueError(f"lengths {list(lengths)} are not those of {self.groups} groups of heads of size {size}")
+        # Query number i starts at 2 * i * size, and its gate at (2 * i + 1) * size.
         queries = lengths[0] // (2 * size) // self.groups  # per group
         ranges = []
         for group in range(self.groups):
@@ -208,6 +209,7 @@ def covers(source_ranges: Sequence[SourceRange], lengths: Sequence[int], total: 
             used[source].append((start, start + length))
     for length, spans in zip(lengths, used, strict=True):
         position = 0
+        # Sorted by position in the HF tensor: a join can use the parts in any order, but must leave no gap.
         for first, last in sorted(spans):
             if first != position:
                 return False

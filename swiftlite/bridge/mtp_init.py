@@ -92,6 +92,7 @@ def random_tensors(row: Row, std: float, seed: int, norm_start: float) -> dict[s
         return {key: torch.zeros(shape) for key, shape in row.hf.items()}
     tensors = {}
     for key, shape in row.hf.items():
+        # crc32, because Python's hash of a string differs between processes.
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))
         tensors[key] = torch.randn(shape, generator=generator) * std
     return tensors

@@ -47,6 +47,7 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
     shards = []
     for chunk in model_chunks:
         model = _unwrap(chunk)
+        # keep_vars, because a detached tensor does not have megatron-core's attributes.
         # state_dict instead of named_parameters, because it also has persistent buffers.
         for local_name, tensor in model.state_dict(keep_vars=True).items():
             if local_name.endswith("_extra_state"):  # None in megatron-core, FP8 state in Transformer Engine
@@ -55,6 +56,8 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
             tp_rank, tp_size, is_first_replica = _sharing(local_name, model)
             # megatron-core sets these attributes only on parameters that it shards (layers.py:101).
             is_sharded = getattr(tensor, "tensor_model_parallel", False) and tp_size > 1
+            # Parameters that are not split, such as norms, are equal on all tensor-parallel ranks: the first one writes
+            # them.
             # A later stage with MTP layers holds a copy of the embedding; only the first stage writes it.
             is_stage_copy = name.startswith("embedding.") and not model.pre_process
             writes = is_first_replica and (is_sharded or tp_rank == 0) and not is_stage_copy
@@ -77,8 +80,10 @@ def _sharing(local_name: str, model: GPTModel) -> tuple[int, int, bool]:
     Experts are split and replicated over other groups of ranks than the rest of the model.
     """
     if match := _EXPERTS.search(local_name):
+        # SequentialMLP of megatron-core takes both groups from the expert groups of its collection (expt_tp, expt_dp).
         experts = cast(SequentialMLP, model.get_submodule(local_name[: match.start() + len(".experts")]))
         return experts.tp_group.rank(), experts.tp_group.size(), experts.dp_group.rank() == 0
+    # dp_cp, because context-parallel ranks hold the same weights too.
     groups = model.pg_collection
     return groups.tp.rank(), groups.tp.size(), groups.dp_cp.rank() == 0
 
@@ -194,6 +199,8 @@ def gather_from_all_ranks(value: Any) -> list[Any]:
 
 def all_ranks_see(directory: Path) -> bool:
     """Return whether all ranks can read files that the first rank writes to the directory. Collective."""
+    # A new file, because each machine can have a directory of this name on its own disk, even with files of an earlier
+    # run.
     token: list[Any] = [f".seen-by-all-{uuid4().hex}"]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(token, src=0)
@@ -201,6 +208,7 @@ def all_ranks_see(directory: Path) -> bool:
     if is_first_rank():
         mark.touch()
     barrier()
+    # The gather also waits: every rank has looked for the file when it is removed below.
     seen = all(gather_from_all_ranks(mark.exists()))
     if is_first_rank():
         mark.unlink()
@@ -217,6 +225,8 @@ def gather_on_first_rank(pieces: Iterable[Piece]) -> Iterator[Piece]:
         for source in range(1, dist.get_world_size()):
             yield from _receive(source)
         return
+    # Key, shape and dtype first, because the receiver has to allocate the tensor. A slice can have gaps between its
+    # rows, and torch.distributed sends only contiguous memory.
     for key, index, tensor in pieces:  # a send blocks until rank 0 receives from this rank
         dist.send_object_list([(key, index, tuple(tensor.shape), tensor.dtype)], dst=0)
         dist.send(tensor.contiguous(), dst=0)
@@ -224,6 +234,7 @@ def gather_on_first_rank(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _receive(source: int) -> Iterator[Piece]:
+    # NCCL receives only into memory of a GPU.
     device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
     while True:
         header: list[Any] = [None]

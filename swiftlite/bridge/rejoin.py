@@ -31,4 +31,5 @@ def separated(row: Row, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
 
 def _ranges(row: Row) -> list[SourceRange]:
     lengths = [shape[row.join.axis] for shape in row.hf.values()]
+    # Both functions work on whole tensors, so GATE_UP has one part: all of gate, then all of up.
     return row.join.source_ranges(lengths, sum(lengths), tp_size=1)

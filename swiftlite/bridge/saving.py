@@ -82,8 +82,11 @@ def save_hf(
     others: dict[str, torch.Tensor] = {}
     if carried is not None:
         others = load_file(carried)
+    # Places in the files follow from the names of all tensors, so every rank needs these too, although one writes them.
     tensors |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in others.items()}
+    # An iterator: the pieces of a streamed trunk are read from its files one tensor at a time.
     pieces = itertools.chain(_pieces(bindings, tensors), layers)
+    # The directory can contain the files of the trunk, whose names start with "model-" as well.
     stem = "model-mtp" if part == "heads" else "model"
     if part is not None:
         tensors = {key: found for key, found in tensors.items() if family.is_mtp(hf_config, key) == (part == "heads")}
@@ -115,6 +118,8 @@ def _saved_tensors(
     for row in rows:
         for key, shape in row.hf_shapes().items():
             head = family.head_of(hf_config, key)
+            # Such a source does not show whether the head has copies. Those in published checkpoints do, and vLLM with
+            # pipeline parallelism reads that of the embedding.
             is_of_new_head = head is not None and head not in heads_of_source
             if key in row.hf or key in source_dtypes or is_of_new_head:
                 tensors[key] = (dtype_of(key), shape)
@@ -136,6 +141,7 @@ def _create(files: ShardedFiles, expected: Collection[str]) -> None:
 
 def _write(files: ShardedFiles, pieces: Iterator[placement.Piece], others: Mapping[str, torch.Tensor]) -> None:
     """Write the slices of all ranks and the tensors in `others`, and publish the files; collective."""
+    # Without a shared file system, the loop below only sends on the other ranks: they get no piece to write.
     if not placement.all_ranks_see(files.out_dir):
         pieces = placement.gather_on_first_rank(pieces)
     for piece in pieces:
@@ -203,6 +209,7 @@ def stream_hf(
     pieces = defaultdict(list)  # by HF key; views of the parameters, so they take no memory
     for piece in _pieces(bindings, ()):
         pieces[piece[0] if piece[0] in tensors else stack_name(piece[0])].append(piece)
+    # Every rank computes the same buckets from the shapes, because each bucket is one round of sends and receives.
     for keys in split(tensors, bucket_bytes):
         bucket: dict[str, torch.Tensor] = {}
         if placement.is_first_rank():
@@ -242,6 +249,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[place
         keys: HF keys of the output; a copy is written only if its key is among them.
     """
     for binding in bindings:
+        # Another rank writes the same values: that of a replica, or the stage that holds the original of a copy.
         if not binding.shard.writes or binding.is_copy:
             continue
         copy_keys = [key for key in binding.row.hf_copies if key in keys]
@@ -253,6 +261,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[place
 
 def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:
     """Return a function that returns the dtype in which an HF key is written; see `save_hf`."""
+    # bfloat16 cannot represent all ids of tokens: 257 would be written as 256.
     integers = shapes_of(row for row in rows if row.is_integer)
     if isinstance(dtypes, str | torch.dtype):
         one = _dtype(dtypes)
@@ -266,6 +275,7 @@ def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) 
     usual_exact = {_leaf(key): dtype for key, dtype in stated.items() if key in exact}
 
     def dtype_of(key: str) -> torch.dtype:
+        # A source with stacked experts lists only the name of the stack.
         found = stated.get(stack_name(key)) or stated.get(key)
         if found is None and key in exact:
             found = usual_exact.get(_leaf(key), torch.float32)

@@ -101,6 +101,7 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
         if keys is not None:
             for key in sorted(keys - found.keys()):
                 problems.append(f"{index_path.name} places {key} in {file}, which lacks it")
+            # Readers that follow the index would not see this tensor, such as heads that a tool appended to a file.
             for key in sorted(found.keys() - keys):
                 problems.append(f"{file} has {key}, but {index_path.name} does not place it there")
             found = {key: entry for key, entry in found.items() if key in keys}
@@ -264,6 +265,7 @@ class Checkpoint:
         descriptor = self._files.descriptor(self.hf_dir / entry.file)
         memory = _bytes_of(contiguous)
         for offset, length in entry.contiguous_ranges(box):
+            # preadv reads into the tensor's own memory and needs no position in the file, which all slices would share.
             if os.preadv(descriptor, [memory[:length]], offset) != length:
                 raise UserError(f"{self.hf_dir / entry.file}: was truncated while it was read")
             memory = memory[length:]
@@ -315,6 +317,7 @@ class ShardedFiles:
         self.entries: dict[str, Entry] = {}
         self._tensors, self._encodings = tensors, encodings or {}
         self._headers: dict[str, bytes] = {}
+        # Not "wb", which would truncate a file that other ranks have written to.
         self._files = _OpenFiles("r+b")
         stored = _stored_types(tensors, self._encodings)
         shards = split(stored, max_shard_bytes)
@@ -326,6 +329,7 @@ class ShardedFiles:
             keys = sorted(keys, key=lambda key: -stored[key][0].itemsize)
             self._headers[file], entries = _make_header(file, {key: stored[key] for key in keys})
             self.entries.update(entries)
+        # Ranks hold single experts, so `write` gets their names also if the files have stacks.
         self._places = self.entries | unfold(self.entries)
 
     @property
@@ -351,6 +355,8 @@ class ShardedFiles:
         for file, header in self._headers.items():
             try:
                 with self._temporary(file).open("wb") as out:
+                    # The space of every file is reserved before the first slice is written, because ranks fill all
+                    # files at the same time.
                     _reserve(out.fileno(), size_of[file])
                     out.write(header)
             except OSError as error:
@@ -412,9 +418,11 @@ class ShardedFiles:
     def publish(self) -> None:
         """Rename the files to their final names, and write the index."""
         for file in self._headers:
+            # `flush` covers only files to which a process wrote slices, and not the headers, which `create` wrote.
             with self._temporary(file).open("rb") as out:
                 os.fsync(out.fileno())
             self._temporary(file).replace(self.out_dir / file)
+        # The index last: readers of several files start with it, so a directory without it counts as incomplete.
         if self._has_index:
             entries = self.entries | dict(self._others)
             index = {
@@ -422,6 +430,7 @@ class ShardedFiles:
                 "weight_map": {key: entry.file for key, entry in sorted(entries.items())},
             }
             atomic_write(self.out_dir / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
+        # A renamed file can have its old name after a power failure, until the directory itself is on disk.
         sync(self.out_dir)
 
     def discard(self) -> None:
@@ -489,6 +498,8 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
             if 8 + header_size + end > size:
                 raise UserError(f"{path}: cut short: {key} ends at byte {8 + header_size + end}, the file at {size}")
             entries[key] = entry
+        # An empty tensor has the offset of the next tensor. It comes first, so that each tensor starts where the last
+        # one ends.
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
         _check_contiguous(path, entries, 8 + header_size, size)
         return entries
@@ -519,6 +530,8 @@ def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entr
         header[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # As in the safetensors package: the numbers start at a multiple of 8 bytes, so that readers can map them as any
+    # dtype.
     encoded += b" " * (-len(encoded) % 8)
     start = 8 + len(encoded)
     entries = {
@@ -549,6 +562,7 @@ def _stored_types(tensors: TensorTypes, encodings: Mapping[str, WritableEncoding
         if key not in encodings:
             stored[key] = (dtype, shape)
             continue
+        # On the meta device, writing computes shapes and dtypes without numbers.
         parts = encodings[key].write(torch.empty(shape, device="meta"))
         for name, part in zip(encodings[key].entries(key), parts, strict=True):
             stored[name] = (part.dtype, tuple(part.shape))
@@ -578,6 +592,8 @@ def _chunks(
     everything = slice(None)
     first = divided.start
     while first < divided.stop:
+        # With blocks of 128 rows and a step of 100, the chunks are rows 0 to 127, 128 to 255, ...: each starts after
+        # the blocks of the last one.
         box = align((*before, range(first, min(first + step, divided.stop)), *after))
         end = box[axis].stop
         part = slice(first - divided.start, end - divided.start)

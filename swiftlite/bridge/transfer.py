@@ -59,6 +59,8 @@ class WeightsReport:
 
     def over_all_ranks(self) -> "WeightsReport":
         """Return the combined report of all ranks; collective."""
+        # Dictionaries instead of sets: tensor-parallel ranks report the same names, which stay in the order of the
+        # layers.
         loaded: dict[str, None] = {}
         initialized: dict[str, str] = {}
         for report in placement.gather_from_all_ranks(self):
@@ -129,8 +131,10 @@ def load_hf(
             what=str(hf_dir),
             hint="check that the tensors belong to this config.json, and that both are complete",
         )
+        # Also before the first read: a family whose head rows do not match the model fails here.
         drawn_bindings = _bind_heads(shards, sources.drawn)
         read_bindings(bindings, checkpoint, family, hf_config)
+    # 0.02 is the default of transformers' config classes; some config.json contain null.
     _draw(drawn_bindings, hf_config.get("initializer_range") or 0.02, seed, family.norm_start)
     for shard in shards:
         fill = sources.fills.get(shard.name)
@@ -152,6 +156,7 @@ def _report(
     borrowed = {row.mcore: row for row in sources.borrowed}
     bound = [binding.shard.name for binding in bindings]
     loaded = tuple(name for name in bound if name not in borrowed)
+    # Frozen tensors of heads are copies for every value of mtp_init (`_sources`).
     initialized: dict[str, str] = {
         name: "copy_last_layer" if borrowed[name].is_frozen else mtp_init for name in bound if name in borrowed
     }
@@ -181,6 +186,7 @@ def graft_heads(
     base_config = hf_config
     if not own_prefix(Path(graft_from)):  # the settings of a drafter in a directory of its own are those of the model
         base_config = read_config(Path(graft_from))
+    # Equal shapes are not enough: layers of two families can compute different functions of equal tensors.
     base_type = base_config.get("model_type")
     trunk_type = hf_config.get("model_type")
     if base_type != trunk_type:
@@ -267,6 +273,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
     if mtp_init in ("copy_last_layer", "fit_last_layer"):
         borrowed = fresh_heads.copied_rows(family, hf_config, depth)
         others = {row.mcore: row for row in _head_rows(family, hf_config, depth)}
+        # What the trunk has no tensor for: first values with which the head passes its inputs on, then random ones.
         for row in borrowed:
             del others[row.mcore]
         fills = fresh_heads.pass_through(others, family.norm_start)
@@ -275,6 +282,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
     heads = _head_rows(family, hf_config, depth)
     if mtp_init == "graft":
         return _Sources(trunk, grafted=[row.mcore for row in heads], dropped=dropped)
+    # A frozen tensor would keep its random values, because no step trains it (except with --indexer_mode).
     held = [row for row in fresh_heads.copied_rows(family, hf_config, depth) if row.is_frozen]
     return _Sources(trunk, borrowed=held, drawn=[row for row in heads if not row.is_frozen], dropped=dropped)
 
@@ -310,6 +318,8 @@ def read_bindings(bindings: Sequence[Binding], checkpoint: Checkpoint, family: R
     """Read every slice of this rank in the order of the files, so that disks can read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
+        # The tensors of a row, such as those of queries, keys and values, are neighbors in most files: the first one
+        # decides.
         entry = checkpoint.entries[next(iter(binding.row.hf))]
         return entry.file, entry.offset
 
@@ -320,6 +330,7 @@ def read_bindings(bindings: Sequence[Binding], checkpoint: Checkpoint, family: R
             if hf_key is None:
                 target.zero_()
                 continue
+            # Each rank compares only its own slice of the vocabulary; together the ranks compare the whole copy.
             for copy_key in present_copies:
                 if not checkpoint.is_equal(hf_key, copy_key, hf_index):
                     raise _unequal(hf_key, copy_key, family.head_of(hf_config, copy_key))
@@ -365,6 +376,8 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
     hf_dir = checkpoint.hf_dir
     declared = Heads.from_config(hf_config)
     promised = declared.layers
+    # Key and tensors are compared separately: save_pretrained of transformers writes a model without its heads (its
+    # classes ignore their tensors), but keeps the key that declares them.
     on_disk = mtp_keys(checkpoint.entries, family, hf_config)
     hint = "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random"
     if not on_disk:

@@ -105,6 +105,7 @@ async def stream(session: aiohttp.ClientSession, path: str, request: dict[str, A
         async for line in response.content:
             lines.append((time.perf_counter() - start, line))
     events: list[Event] = []
+    # Parsing between two chunks would delay the times of later ones.
     for seconds, line in lines:
         text = line.removeprefix(b"data: ")
         if text != line and text.strip() != b"[DONE]":

@@ -91,6 +91,7 @@ def _chosen(recommendations: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     chosen = {}
     for each in recommendations:
         concurrency, number = each["concurrency"], each["num_speculative_tokens"]
+        # Not isinstance, for which true and false in JSON are integers.
         if type(concurrency) is not int or type(number) is not int or concurrency < 1 or number < 0:
             raise ValueError
         chosen[concurrency] = number

@@ -48,6 +48,7 @@ class Ngrams:
         ends = np.flatnonzero(text[:-1] == text[-1])  # places of earlier occurrences of the last token
         length = 1
         while len(ends) and length < self.max_match:
+            # A match one token longer needs a token in front: at place 1, only a match of 2 tokens fits into the text.
             longer = ends[ends >= length]
             longer = longer[text[longer - length] == text[last - length]]
             if not len(longer):

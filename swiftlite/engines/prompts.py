@@ -48,6 +48,8 @@ class ImagePrompt(Sequence[int]):
     def grids(self) -> list[list[int]]:
         """Number of rows and columns of items of each image."""
         places_I4 = np.stack(list(self.extras[GRID]))
+        # An item has its row, its column and the size of its grid; the first item of each image is in row 0 and column
+        # 0.
         is_first_I = (places_I4[:, :2] == 0).all(axis=1)
         return places_I4[is_first_I, 2:].tolist()
 

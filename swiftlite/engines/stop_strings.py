@@ -25,6 +25,7 @@ class StopStrings:
         """
         # A token of the text has at least one byte of it. One more token completes its first character.
         window = max(len(each.encode()) for each in self.strings) + 1
+        # Token by token, because a step can append several tokens, and the text can end in any of them.
         for end in range(num_checked + 1, len(token_ids) + 1):
             tail = self.tokenizer.decode(token_ids[max(end - window, 0) : end], skip_special_tokens=False)
             if any(each in tail for each in self.strings):

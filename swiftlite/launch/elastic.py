@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     separately on each node, and do not tell other nodes.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
+        # A signal that the parent ignores (nohup) stays ignored.
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)  # until torchrun sets its handlers
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))

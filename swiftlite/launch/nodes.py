@@ -145,6 +145,7 @@ class Nodes:
                 if self.heard:
                     return self.heard
                 time.sleep(POLL_SECONDS / 10)
+            # Before `chosen`, from which on the thread of `_listen` can call it.
             self.decide = decide
             self.chosen = Chosen(**json.loads(self.store.get(self._key("chosen"))))
             return self.chosen
@@ -189,6 +190,7 @@ class Nodes:
 
     def _publish(self, ending: Ending) -> Ending:
         assert self.store is not None
+        # Stores only if the key is empty, and returns what is stored: two nodes that fail at once agree on one ending.
         first = self.store.compare_set(self._key("ended"), "", json.dumps(asdict(ending)))
         return Ending(**json.loads(first))
 
@@ -215,6 +217,7 @@ class Nodes:
                 if now - enough_since > LAST_CALL_SECONDS:
                     break
             time.sleep(POLL_SECONDS / 10)
+        # A layout may fit only some numbers of nodes: with 2 or 4 allowed and 3 there, one of them is a spare.
         size = max(count for count in counts if count <= arrived)
         others = [number for number in range(arrived) if number != self.number]
         listener = socket.create_server(("", 0))
@@ -291,6 +294,7 @@ class _SignsOfLife:
         """Return whether the counter has not changed for `LOST_SECONDS`."""
         value, now = self.store.add(key, 0), time.monotonic()
         before = self.seen.get(key)
+        # The time of this machine when the counter changed, because clocks of nodes differ.
         if before is None or before[0] != value:
             self.seen[key] = (value, now)
             return False

@@ -200,6 +200,7 @@ def start(processes: Processes, argv: list[str], restarts: Restarts | None = Non
     # Without this variable, torchrun would set 1 and warn. Outside of torchrun, each process would use all cores.
     env.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes.nproc_per_node)))
     env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # downloads are complete; ranks only read the cache
+    # execve replaces the process without running Python's exit, which would write these buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     max_restarts = 0

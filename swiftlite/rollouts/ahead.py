@@ -44,6 +44,7 @@ class DrawingAhead:
 
     def keep(self, number: int, generation: Generation) -> None:
         """Replace the generation that was drawn."""
+        # A new future, because the old one already has its result: the generation without scores.
         self._number, self._future = number, Future()
         self._future.set_result(generation)
 

@@ -257,6 +257,7 @@ class Conversations:
             while requests := self._requests(running):
                 ready = [number for number in requests if self._continue(running[number], requests[number], generating)]
                 messages = generating.answer([running[number] for number in ready])
+                # A conversation that reached its maximum length ends with its answer, which the function does not see.
                 answers = [pair for pair in zip(ready, messages, strict=True) if not running[pair[0]].is_truncated]
                 ended = sorted(requests.keys() - dict(answers).keys())
                 process.send({"answers": answers, "ended": ended})
@@ -286,6 +287,7 @@ class Conversations:
             elif "episode" in message:
                 requests.pop(message["episode"], None)  # of a call that the function has cancelled
                 _end(running.pop(message["episode"]), message)
+        # Episodes ask in any order; a batch in the order of the prompts gives the engine the same work each time.
         return dict(sorted(requests.items()))
 
     def _continue(self, episode: Episode, request: Mapping[str, Any], generating: "_Generating") -> bool:

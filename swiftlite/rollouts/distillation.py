@@ -90,7 +90,9 @@ class AnsweredPromptEncoder:
         encoded = self.answers(row)
         if not encoded.samples:
             return encoded
+        # Rendered without the answer: the template can write other tokens before an answer than before a generation.
         prompt = encode_prompt(self.answers.template, row.prompt()).input_ids
+        # The row counts with the longer of its answer and a completion, so that batches of both kinds fit into memory.
         length = max(encoded.length, len(prompt) + self.max_completion_length)
         encoded = replace(encoded, length=length, reserved=length - encoded.length)
         if length > self.max_length:
@@ -162,6 +164,8 @@ class Distillation:
 
     def _policy(self, step: int) -> dict[str, str]:
         """Return the identity of the policy that generates the completions of a step."""
+        # Steps on answers have no file. The weights follow from them by the rows and the options, which the identity
+        # contains.
         before = next((each for each in reversed(range(step)) if is_on_policy(self.args, each)), -1)
         return self.files.policy_after(self.files.load_if_whole(before))
 

@@ -97,6 +97,8 @@ class Drawing:
             logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
         scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
         generation = replace(generation, figures={**generation.figures, **scored.metrics})
+        # Of conversations that failed: their scores would change the mean of their group, although they are not trained
+        # on.
         scores[generation.generated_lengths == 0] = np.nan
         return self.rated(replace(generation, scores=scores), len(scored.failures))
 
@@ -138,6 +140,7 @@ def draw(
     """
     numbers = tuple(range(first_number, first_number + len(prompts)))
     before = engine.draft_counts()
+    # Without the time to read counters from servers.
     start = time.perf_counter()
     completions = engine.generate(list(map(prompt_of, prompts)), replace(sampling, numbers=numbers))
     seconds = time.perf_counter() - start

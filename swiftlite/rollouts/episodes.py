@@ -78,6 +78,7 @@ class _Episodes(Server):
             if "episodes" in request:
                 self.episodes = [_Episode(self, *each) for each in enumerate(request["episodes"])]
                 self._reporter = asyncio.create_task(self._report())
+                # Kept in a list, because asyncio holds only weak references to tasks.
                 self._tasks = [asyncio.create_task(episode.run()) for episode in self.episodes]
             elif "answers" in request:
                 for number, message in request["answers"]:
@@ -187,6 +188,7 @@ class _Episode:
             if self._clock.expired():
                 result["failure"] = late(server.seconds) + " (--tool_timeout)"
         self.computes = False
+        # The parent has removed an ended episode, and does not expect a message of it.
         if not self._is_ended:
             server.send({"episode": self._number, **result})
 

@@ -64,6 +64,7 @@ class FrozenPolicy:
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the log-probabilities of all tokens of completions, one completion after another. Collective."""
         found = np.zeros(sum(int((sample.labels != IGNORED).sum()) for sample in samples), np.float32)
+        # With a layout of its own, a frozen model can be on a part of the ranks; the others wait for its values.
         if self.mesh.is_here:
             with self.opened():
                 found = np.concatenate(token_log_probabilities(self.chunks, self.mesh, self.batches, samples))
@@ -87,6 +88,8 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
         chunks, mesh = open_frozen(run, model, reference_layout(args), flag)
         reference = FrozenPolicy(args.ref_model or args.model, chunks, mesh, batches_of(run, mesh))
         if args.sync_ref_model:
+            # Before the checkpoint is read: parameters are mixed by name, and a missing one would fail in the middle of
+            # training.
             _check_same_parameters(run, reference.chunks, model, flag)
             if run.checkpoint:
                 load_checkpoint(run.checkpoint, reference.mesh, reference.chunks, is_verified=True, prefix=REFERENCE)

@@ -59,5 +59,6 @@ def _by_position(log_p_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> torch.Tens
     values = torch.zeros(length + 2, device=log_p_BS.device)
     values[places_BS.flatten()] = log_p_BS.float().flatten()
     values = values[:-1]
+    # Each position is set on one rank and 0 on the others.
     dist.all_reduce(values, group=mesh.cp)
     return values

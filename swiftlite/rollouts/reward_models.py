@@ -59,6 +59,7 @@ class RewardModel:
 
         Each row is a separate micro-batch, so that its score does not depend, bit for bit, on other rows.
         """
+        # Also on ranks without the model, which receive the values into it.
         found = torch.zeros(len(rows), device=self.mesh.device.torch_device)
         if self.mesh.is_here:
             samples = [self._sample(row) for row in rows]
@@ -158,6 +159,7 @@ class RewardsWithModels:
         if self.process.names:
             scored = self.process.score(prompts, completions, completion_ids, columns, step, prompt_texts)
         rows = [tokenize(model.tokenizer, prompts, completions) for model in self.models]
+        # A signal between request and scores would end the first rank's part while the others are in the collective.
         with handled_later():
             ask_other_ranks(rows)
             found = all_scores(self.models, rows)

@@ -115,6 +115,7 @@ class Rollouts:
         assert self._generation is not None
         part = within % args.steps_per_generation  # the parts are used again in each iteration
         first = part * args.global_batch_size
+        # Every rank has the whole generation, so that batches divide it like the rows of a dataset, in any layout.
         rows = self.run.batches.rows(self._samples[first : first + args.global_batch_size])
         batches = self.run.batches.global_batch(rows, np.arange(len(rows)))
         return RolloutBatches(batches.batches, batches.companions, self._generation.figures)
@@ -159,6 +160,7 @@ class Rollouts:
         if held_out is None:
             return {}
         with EarlyStop() as stop:
+            # New weights would change the policy in the middle of the generation that is drawn ahead.
             on_first_rank(lambda: self._wait(stop))
             self._send_weights(stop)
 
@@ -244,6 +246,8 @@ class Rollouts:
     def _begin_ahead(self, number: int, stop: EarlyStop) -> None:
         """Send the weights, and begin to draw a generation, unless it is stored. Collective."""
         step = number * self.files.steps
+        # The first rank decides for all, because sending weights is collective, and file systems can show a new file at
+        # different times.
         if step >= self.run.schedule.steps or on_first_rank(lambda: self.files.file(number).exists()):
             return
         self._send_weights(stop)
@@ -271,7 +275,9 @@ class Rollouts:
         if drawn is None:
             return None
         number, generation = drawn
+        # With reward models on all ranks, the thread that draws cannot score: the ranks are in their training steps.
         scored = self._scored(number, number * self.files.steps, generation)
+        # Kept until `take`: `state` scores and writes it before a checkpoint, when no step needs it yet.
         self._ahead.keep(number, scored)
         return number, scored
 
@@ -339,6 +345,7 @@ class Rollouts:
         for name, policy in self.frozen.items():
             identity, is_moved = policy.name, False
             if name == "reference" and self.args.sync_ref_model:
+                # Named with the number of moves: the reference model of a later generation is another one.
                 times = number * self.files.steps // self.args.ref_model_sync_steps
                 identity, is_moved = f"{identity}, moved {times} times", times > 0
             is_of_another_run = self.files.reads_only and is_moved  # whose reference model followed another policy

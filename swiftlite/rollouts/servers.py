@@ -205,6 +205,7 @@ class RolloutServers:
         try:
             for part in parts:
                 for bucket in part or ():
+                    # Gathering a bucket is collective, so each is gathered once, for all servers.
                     for feed in feeds:
                         feed.give(bucket)
                 if part is not None:
@@ -235,6 +236,7 @@ class RolloutServers:
                 self._lose(server, error)
                 continue
             assert server.counts is not None
+            # A counter that falls belongs to a new process, whose counts cannot be subtracted.
             if counts.drafts < server.counts.drafts:
                 self._lose(server, LostServer(f"the server at {server.url} was restarted"))
                 continue
@@ -286,6 +288,7 @@ class RolloutServers:
         Raises:
             UserError: its options differ from those of the first server, or it cannot be connected.
         """
+        # Draft counts are added position by position, and all servers get the same buckets.
         first = self._first or served
         for option in ("num_speculative_tokens", "weight_transport"):
             value, expected = getattr(served, option), getattr(first, option)
@@ -388,6 +391,8 @@ class _Dispatch:
             UserError: a server rejects a request.
         """
         checks = [load.served.check(load.session) for load in self.loads]
+        # A server that was restarted since it got the weights has those of its files. Later restarts are found by
+        # `watch`.
         for load, error in zip(list(self.loads), await asyncio.gather(*checks, return_exceptions=True), strict=True):
             if isinstance(error, BaseException):
                 self._remove(load, error)
@@ -423,6 +428,7 @@ class _Dispatch:
             assert load.check is not None
             tasks |= dict.fromkeys((load.check, *load.places), load)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        # Finished prompts before failures: a server can end in the same moment as its last completion arrives.
         for task in done:
             if task.exception() is None:
                 place = tasks[task].places.pop(task)
@@ -438,6 +444,7 @@ class _Dispatch:
         if not isinstance(error, LostServer):
             raise error
         self.loads.remove(load)
+        # In front and in order, because these prompts have waited longest: [5, 2] before [7, 8] becomes [2, 5, 7, 8].
         self._waiting.extendleft(sorted(load.places.values(), reverse=True))
         self.lose(load.server, error, len(load.places))
         load.cancel()

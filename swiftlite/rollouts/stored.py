@@ -130,6 +130,7 @@ class GenerationFiles:
         if checkpoints := run_checkpoints(self.run.output_dir):
             done = int(checkpoints[-1].name.removeprefix("checkpoint-"))
         numbers = sorted(int(path.stem) for path in self.directory.glob("*.safetensors") if path.stem.isdigit())
+        # Without a checkpoint `done` is 0, and every generation is needed.
         num_unneeded = sum(number < done // self.steps for number in numbers) - 1 - self.lag
         for number in numbers[: max(min(num_unneeded, len(numbers) - limit), 0)]:
             path = self.file(number)
@@ -261,6 +262,8 @@ def on_first_rank(function: Callable[[], Any], answer: Callable[[Any], Any] | No
         except Exception as error:  # the other ranks must not wait for this one
             failure = error
             told = UserError(f"{type(error).__name__} on the first rank: {error}")
+    # The other ranks arrive here at once. Requests that `function` broadcasts on the first rank are answered in the
+    # loop.
     outcome = [None, result, told]
     dist.broadcast_object_list(outcome)
     while outcome[0] is not None:
@@ -268,6 +271,7 @@ def on_first_rank(function: Callable[[], Any], answer: Callable[[Any], Any] | No
         answer(outcome[0])
         dist.broadcast_object_list(outcome)
     _, result, told = outcome
+    # The first rank raises the error itself, with its traceback.
     raise_if(failure or told)
     return result
 

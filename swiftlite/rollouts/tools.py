@@ -114,6 +114,7 @@ async def call_in_time(function: Callable[..., Any], arguments: Mapping[str, Any
     parent, pid = os.getpid(), os.fork()
     if not pid:
         _execute(function, arguments, theirs, parent)
+    # With the child's copy as the only one, the reader sees the end of the stream when the child dies.
     theirs.close()
     with suppress(OSError):  # the process does the same, and one of the two is first
         os.setpgid(pid, pid)
@@ -129,6 +130,7 @@ async def call_in_time(function: Callable[..., Any], arguments: Mapping[str, Any
         writer.close()
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # also processes that the function started
+        # Killed processes stay in the table until they are waited for.
         os.waitpid(pid, 0)
     return answer
 

@@ -79,6 +79,7 @@ def digest_of_tensor(checkpoint: Checkpoint, key: str) -> str:
 def combine_digests(hf_dir: str | Path, digests: Mapping[str, str]) -> str:
     """Return the result of `digest_of` for a directory, given the digests of its tensors. Several processes can compute
     these digests."""
+    # Settings too: equal tensors with another rope_theta are another model.
     digest = hashlib.sha256(digest_of_trunk(read_config(hf_dir)).encode())
     for key in sorted(digests):
         digest.update(f"{key} {digests[key]}\n".encode())
@@ -192,10 +193,12 @@ class SavedAdapter:
         pair = self.pairs.get(module)
         if pair is None:
             return tensor
+        # In bfloat16, the small product would be rounded before the sum.
         a, b = (each.float() for each in pair)
         whole = tensor.float() + (b @ a) * self.scaling
         magnitude = self.magnitudes.get(module)
         if magnitude is not None:
+            # Rounded like PEFT's norm (peft/tuners/lora/dora.py: get_weight_norm), by which its magnitude is divided.
             lengths = torch.linalg.norm(whole, dim=1).to(magnitude.dtype).float()
             whole = whole * (magnitude.float() / lengths)[:, None]
         return whole.to(tensor.dtype)
@@ -246,6 +249,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
             f"--adapters {directory} cannot be read: {type(error).__name__}: {error}",
             f"use a directory with {ADAPTER_CONFIG} and {TENSORS_FILE}, from export --merge_lora false or PEFT",
         ) from None
+    # Ignored, each of these options would silently give other weights than PEFT.
     if unknown := [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]:
         raise UserError(
             f"--adapters {directory}: {', '.join(unknown)} is not supported", "merge them with PEFT: merge_and_unload()"

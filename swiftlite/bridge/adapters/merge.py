@@ -42,11 +42,13 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
     heads = adapter.heads_of(hf_config)
     with Checkpoint(base) as checkpoint:
         adapter.check_places({key: entry.shape for key, entry in checkpoint.entries.items()})
+        # Heads of the adapters replace those of the base model, which can have another number.
         dropped = {key for key in checkpoint.entries if adapter.heads and family.is_mtp(hf_config, key)}
         copies: dict[str, str] = {}
         if adapter.heads:
             for head in range(heads.layers):
                 copies |= family.copies(hf_config, head)
+        # Copies of the embedding in heads are merged again from their originals, which adapters may have changed.
         origin = {key: key for key in checkpoint.entries if key not in dropped} | copies
         types = {key: (checkpoint.entries[of].dtype, checkpoint.entries[of].shape) for key, of in origin.items()}
         types |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in adapter.heads.items()}

@@ -101,6 +101,8 @@ def _rows_of_layer(layer: Row, lora: Lora) -> list[Row]:
         if module not in modules:
             continue
         order = OnePart(layer.join, lengths, source)
+        # A join along the inputs, such as that of MiMo's eh_proj, orders the columns of A. All others order the rows of
+        # B, and the inputs of A are those of the layer.
         a, b = order, COPY
         if axis == 0:
             a, b = COPY, order

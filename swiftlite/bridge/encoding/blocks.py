@@ -91,6 +91,7 @@ class Layout:
         packing = self.packing
         mask = (1 << packing.bits) - 1
         if packing.axis == 0:
+            # The shift of a negative word moves in copies of its sign, which the mask removes.
             numbers = (part.int()[:, None, :] >> packing.shifts()[:, None]) & mask
             return _within(numbers.flatten(0, 1), rows, packing.per_word, 0)
         numbers = (part.int()[:, :, None] >> packing.shifts()) & mask
@@ -194,6 +195,8 @@ class Blocks:
         left = dict(zip(self.shapes(), parts, strict=True))
         blocks = self._blocks(box)
         scales = self.scales.unpack(left[self.scales.ending], blocks)
+        # The dtype in which the library of the format computes, so that training starts from the numbers that engines
+        # use.
         dtype = self.dtype or scales.dtype
         scales = scales.to(dtype)
         if self.exponent_bias is not None:
@@ -204,6 +207,8 @@ class Blocks:
         rows = _block_of_each(box[0], self.block[0], blocks[0])
         columns = _block_of_each(box[1], self.block[1], blocks[1])
         if self.group_of_column:
+            # With act-order, the groups of neighboring columns are unrelated. They are absolute numbers, for which
+            # `_blocks` reads all groups.
             columns = left[self.group_of_column].long()
         codes = self.codes.unpack(left[self.codes.ending], box)
         if self.values:
@@ -218,6 +223,8 @@ class Blocks:
 
     def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:
         rows, columns = self.block
+        # A rank can write only whole blocks in whole words. With blocks of 1 x 32 and words of 8 rows, these are 8 x 32
+        # numbers.
         packing = self.codes.packing
         if packing and packing.axis == 0:
             rows = lcm(rows, packing.per_word)

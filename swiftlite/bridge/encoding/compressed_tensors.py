@@ -57,6 +57,7 @@ class WeightArgs:
             block = [int(length) for length in block.split("x")]
         size = weights.get("group_size") or 0
         strategy = weights.get("strategy")
+        # The defaults of QuantizationArgs in compressed_tensors/quantization/quant_args.py.
         if strategy is None:
             strategy = "tensor"
             if size:
@@ -68,6 +69,8 @@ class WeightArgs:
             size=size,
             block=(block[0], block[1]),
             symmetric=weights.get("symmetric", True),
+            # The other values ("weight", "static") order columns only during calibration, so their files have no
+            # weight_g_idx.
             orders_columns=weights.get("actorder") in ("group", "dynamic", True),
         )
 
@@ -108,6 +111,8 @@ class CompressedTensors:
             return None
         fitting: dict[Blocks, None] = {}
         problems = []
+        # `targets` of the groups are names or classes of modules in transformers. The stored tensors show the group
+        # without them.
         for group in self.groups:
             encoding = self._encoding(name, group, entries)
             if encoding is None:
@@ -151,6 +156,8 @@ class CompressedTensors:
         if packed.dtype is not torch.int32:
             return None
         packing = Packing(group.bits, axis=1)
+        # The last word of a row can be padded. Groups show the exact number of columns; other strategies have no such
+        # number.
         columns = words * packing.per_word
         if group.strategy in ("group", "tensor_group"):
             columns = scale.shape[-1] * group.size
@@ -233,8 +240,11 @@ class WritableBlocks(Blocks):
         if self.type == "float":
             lowest, highest = -LARGEST_FP8, LARGEST_FP8
         else:
+            # The range of compressed_tensors (quantization/utils/helpers.py: calculate_range), which is not symmetric:
+            # -8 to 7.
             lowest, highest = -float(1 << (self.bits - 1)), float((1 << (self.bits - 1)) - 1)
         scales = (groups.abs().amax(dim=2) / ((highest - lowest) / 2)).to(self.scale_dtype)
+        # For groups of zeros, as in calculate_qparams there: the division below would make NaN of 0 / 0.
         scales = torch.where(scales == 0, torch.finfo(self.scale_dtype).eps, scales)
         codes = (groups / scales.float()[..., None]).clamp(lowest, highest).flatten(1)
         if self.type == "float":
@@ -242,6 +252,7 @@ class WritableBlocks(Blocks):
         codes = codes.round().to(torch.int8)
         if self.codes.packing is None:
             return codes, scales
+        # Packed codes are unsigned: -8 to 7 become 0 to 15.
         words = self.codes.pack(codes.int() + self.zero_point)
         return words, scales, torch.tensor(self.shape)
 
@@ -265,6 +276,7 @@ class WritableFp4(Blocks):
 
     def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         highest = FP4_VALUES[7]
+        # quantization/utils/helpers.py: generate_gparam, then calculate_qparams.
         # In float32, and in this order, as in compressed-tensors.
         largest = torch.tensor([self.largest], device=tensor.device).clamp(min=torch.finfo(torch.float32).tiny)
         global_scale = (LARGEST_FP8 * highest / largest).nan_to_num(posinf=1.0)
@@ -278,6 +290,8 @@ class WritableFp4(Blocks):
 
 def _fp4_codes(numbers: torch.Tensor) -> torch.Tensor:
     """Return the codes of the nearest FP4 numbers; of two equally near ones, that with the even code."""
+    # The first middle, between the codes 0 and 1, belongs to the lower code, which is even; the second one to the upper
+    # code.
     middles = [(low + high) / 2 for low, high in pairwise(FP4_VALUES[:8])]
     is_above, reaches = (torch.tensor(part, device=numbers.device) for part in (middles[::2], middles[1::2]))
     sizes = numbers.abs()

@@ -179,6 +179,7 @@ def find_tensors(entries: Mapping[str, Entry], format: Format | None) -> Found:
             continue
         if found:
             by_codes[key] = found
+            # Scales and zero points are not tensors of the model; what remains is plain and must have a row.
             used.update(found.encoding.entries(found.name))
     tensors = {}
     encoded = {}

@@ -50,6 +50,7 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     transposed = transposed_stacks({key: entry.shape for key, entry in entries.items()})
     for key, entry in entries.items():
         experts = _experts_of(key, entry, has_bias=f"{key}_bias" in entries, is_transposed=key in transposed)
+        # Both forms in one directory would leave open which of them is right.
         if experts and entries.keys().isdisjoint(experts):
             unfolded |= experts
         else:
@@ -106,6 +107,7 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     gates, as in Nemotron-H, the stack is that of the up projections.
     """
     of_experts = [key for key in tensors if stack_name(key).endswith(".experts.gate_up_proj")]
+    # The name of the stack alone does not show it: `stack_name` puts gate and up into one.
     has_gates = not all(key.endswith(".up_proj.weight") for key in of_experts)
     members: dict[str, list[torch.Tensor]] = {}
     for key, tensor in tensors.items():

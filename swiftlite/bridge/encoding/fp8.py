@@ -90,7 +90,9 @@ class WritableFp8(Blocks):
         if self.rounds_scales_up:
             mantissa, exponent = torch.frexp(scales)  # a power of two has the mantissa 0.5
             scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+        # Rounded before codes are computed, because a reader multiplies with the rounded scale.
         scales = scales.to(self.scale_dtype)
+        # For blocks of zeros, whose codes would be 0 / 0.
         scales = torch.where(scales == 0, torch.ones_like(scales), scales)
         codes = blocks / scales.float()[:, None, :, None]
         codes = codes.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)

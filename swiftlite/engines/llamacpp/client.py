@@ -45,6 +45,7 @@ def request_of(prompt: Sequence[int], sampling: Sampling, seed: int) -> dict[str
         "n_predict": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        # Named explicitly, because llama.cpp's default list also has top_k 40 and min_p.
         "samplers": ["temperature", "top_p"],
         "seed": seed,
         "ignore_eos": not sampling.stop_token_ids,

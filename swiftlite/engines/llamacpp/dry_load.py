@@ -33,6 +33,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
 
 def _method_of(draft_file: Path) -> str:
     """Return the value of `--spec-type`, without the prefix `draft-`, for a drafter's file."""
+    # DSpark's file has the architecture of DFlash in llama.cpp, so only this key tells them apart.
     if any(key.endswith(f".{FROM_ANCHOR}") for key in keys_of(draft_file)):
         return DRAFT_ARCHITECTURES[dflash.DSPARK].method
     name = examine(draft_file).architecture

@@ -101,6 +101,7 @@ def main(words: list[str]) -> None:
     xllamacpp = _package()
     params = xllamacpp.CommonParams()
     params.fit_params = False  # would change the context length to fit free memory
+    # Before the options, so that --api-key has precedence, as in llama-server.
     if API_KEY in os.environ:
         OPTIONS["api-key"](params, os.environ[API_KEY])
     remaining = list(words)

@@ -69,6 +69,7 @@ class LlamacppEngine:
         def answer(place: int) -> Completion:
             completion = self._complete(prompts[place], sampling, sampling.seed_of(place))
             if on_answer:
+                # Callers of `generate` expect one call at a time, from whichever thread.
                 with one_at_a_time:
                     on_answer(place, completion)
             return completion

@@ -54,6 +54,7 @@ def _write_once(
     writing = file.with_name(f".{file.name}.writing")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Several servers of `bench` or of a batch job can start with the same model at once.
         with FileLock(writing.with_suffix(".lock")):
             if not file.is_file():
                 logger.info("converting %s to %s (only once)", model.directory, file)

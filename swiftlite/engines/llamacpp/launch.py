@@ -19,6 +19,7 @@ def main(model: str, torch_dtype: str, options: list[str]) -> None:
     found = program()
     if found is None:
         raise UserError(f"{LLAMACPP.label} is not installed", LLAMACPP.install)
+    # `server_options` gives this option exactly if heads or a drafter draft.
     files = gguf_options(resolve_served(model), torch_dtype, drafts="--spec-draft-n-max" in options)
     os.execvp(found[0], [*found, *flags(files), *options])
 

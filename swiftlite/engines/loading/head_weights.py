@@ -101,6 +101,7 @@ def fill(
             targets[source] = (name, place)
     filled = set()
     unknown = []
+    # Embedding and output layer can be missing: engines replace them by those of the trunk.
     missing = {source for source in targets if source.startswith("mtp.")}
     for source, tensor in weights:
         if source in targets:
@@ -109,6 +110,7 @@ def fill(
             loader(parameters[name], tensor, *place)
             filled.add(name)
             missing.discard(source)
+        # Tensors of the trunk are loaded by its own class.
         elif source.startswith("mtp.") and not source.endswith(OF_ORDER):
             unknown.append(source)
     if is_part:

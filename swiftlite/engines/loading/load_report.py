@@ -122,6 +122,7 @@ class Loading:
             self.problems.append(str(error))
             return
         self.problems += some(self.recorder.cast_problems())
+        # Without a draft model, tensors of heads are unread on purpose.
         if self.model.heads.layers == 0 or self.draft is not None:
             self.problems += self._unread()
 
@@ -183,6 +184,7 @@ class Loading:
     def _unread(self) -> list[str]:
         """Return a problem (one line) for each tensor that was not read. Derived tensors and copies do not count."""
         family, hf_config = self.model.family, self.model.config
+        # Engines may skip a copy, because they read the original.
         copies = chain.from_iterable(row.hf_copies for row in family.rows(hf_config))
         keys = (self.recorder.keys - self.recorder.used).difference(copies)
         left = sorted(
@@ -236,6 +238,7 @@ def one_rank(distributed: Any) -> Iterator[None]:
         distributed: the module `distributed` of vLLM or SGLang.
     """
     with tempfile.TemporaryDirectory() as folder:
+        # A store in a file, because a port could be taken by another process.
         distributed.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         try:
             distributed.initialize_model_parallel()  # also creates groups of experts, if any

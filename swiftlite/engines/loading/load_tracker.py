@@ -62,6 +62,7 @@ class LoadTracker(TorchDispatchMode):
         """
         left = {}
         for name, parameter in model.named_parameters():
+            # By parts, so that a fused parameter of which only q and k were loaded counts as unfilled.
             written = sum(shape.numel() for _, shape, _ in self._written.get(_storage(parameter), ()))
             if written < parameter.numel() and not name.endswith(tuple(elsewhere)):
                 left[name] = parameter.numel() - written
@@ -98,6 +99,7 @@ class RunningLoad(LoadTracker):
         self._unread |= tensors.keys()
         for name, tensor in tensors.items():
             self._expected[_storage(tensor)].append((_start(tensor), name))
+        # Sorted for `bisect`: views of one received buffer share a storage, and only their offsets tell them apart.
         for places in self._expected.values():
             places.sort()
 
@@ -122,6 +124,7 @@ class RunningLoad(LoadTracker):
             self._note_cast(name, args[1].dtype, args[0])
         if func in WRITES:
             written, part = self._parts_of(args[0])
+            # A part that is written twice counts once.
             written[part] = set()
         return func(*args, **(kwargs or {}))
 
@@ -194,6 +197,7 @@ class DryLoad(LoadTracker):
                         dtype = self._tensors[key].dtype
                     self._note_cast(key, dtype, args[0])
             written, part = self._parts_of(args[0])
+            # The first write of a part replaces nothing: keys - keys is empty.
             self.replaced |= written.get(part, keys) - keys
             written[part] = set(keys)
             self.used |= keys

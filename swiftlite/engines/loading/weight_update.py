@@ -93,6 +93,8 @@ class WeightUpdate:
         self._draft: dict[str, Shape] = {}
         for head in range(model.heads.layers):
             self._draft |= shapes_of(family.head_rows(config, head))
+        # Draft classes copy the rows of the draft vocabulary from the trunk's output layer once (vllm/models.py:
+        # compute_logits).
         self._drafted_rows_are_kept = drafts and bool(model.heads.draft_vocab)
         self._is_torn = False
 
@@ -133,6 +135,7 @@ class WeightUpdate:
                 f"{self._name} cannot clear the KV cache of the old weights: a request is still running",
                 "restart the engine, and wait for requests before the next update",
             )
+        # Only after the cache is cleared: cached keys of the old weights would spoil answers as well.
         self._is_torn = False
 
     @property
@@ -169,9 +172,11 @@ class WeightUpdate:
         sent: dict[str, Shape] = {}
         for bucket in buckets:
             shapes = {key: tuple(tensor.shape) for key, tensor in bucket.items()}
+            # Before the bucket is sent: in some engines, a tensor of a wrong shape ends the worker.
             _check({key: wanted[key] for key in shapes if key in wanted}, shapes)
             sent |= shapes
             self._channel.send(bucket)
+        # At the end all tensors must have been sent: an engine would keep the old values of missing ones.
         _check(wanted, sent)
         self._channel.finish()
 

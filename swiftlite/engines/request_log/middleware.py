@@ -81,6 +81,8 @@ class RequestLog:
             exchange.add_response(message)
 
         await self._app(scope, receive_and_keep, send_and_keep)
+        # After the response, so that no client waits for it, and in a thread, because a slow disk would block the
+        # server's loop.
         if line := exchange.line():
             await asyncio.to_thread(self._write, line)
 
@@ -115,6 +117,8 @@ class _Exchange:
                 self._answer.feed(message.get("body", b""))
             except UNEXPECTED_FORMAT:
                 self._answer = None
+            # If a client disconnects, this last message is missing, and the answer is cut off: not an example for
+            # training.
             self._is_complete = not message.get("more_body", False)
 
     def line(self) -> bytes | None:

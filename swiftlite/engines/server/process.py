@@ -105,6 +105,7 @@ class Server:
         Raises:
             UserError: the server ended, although its port was free.
         """
+        # Without a time limit: loading and compiling a large model can take an hour, and a server that fails ends.
         while not _is_healthy(self.url):
             if self.process.poll() is not None:
                 if not _is_free(self._port):

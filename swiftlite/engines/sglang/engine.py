@@ -121,6 +121,7 @@ class SglangEngine:
                 sampling_params=sampling_params(sampling, place, self._max_length - len(prompt)),
                 return_logprob=sampling.log_p,
             )
+            # Counted before the answer is reported, so that a caller that stops at it finds complete counts.
             self._counts += draft_counts(output["meta_info"], self.num_speculative_tokens)
             reason = finish_reason(output["meta_info"]["finish_reason"]["type"])
             log_p = log_probabilities(output) if sampling.log_p else None

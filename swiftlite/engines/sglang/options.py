@@ -171,6 +171,7 @@ def speculative_options(
     check_quantized_heads(model, SGLANG)
     log_fed_otherwise(model, SGLANG)
     given = given or {}
+    # The user's number of steps also decides which heads are run, so it is checked like --num_speculative_tokens.
     num_tokens = given.get("speculative_num_steps", num_tokens)
     if problem := depth_problem(model, num_tokens):
         raise UserError(problem, "use --infer_backend vllm")

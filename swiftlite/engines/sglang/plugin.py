@@ -41,6 +41,7 @@ def choose_draft(result: None, model_config: Any) -> None:
     hf_config = model_config.hf_config
     architecture = hf_config.architectures[0]
     if model_config.is_draft_model and architecture in DRAFTS and heads_of(hf_config).layers:
+        # SGLang's registry then finds the class in `models/`; its own method has left the architecture of the trunk.
         hf_config.architectures = [DRAFTS[architecture]]
 
 

@@ -28,6 +28,7 @@ class SglangChannel:
         _check(self._engine.begin_weight_update(part))
 
     def send(self, bucket: Bucket) -> None:
+        # Files of the trunk are loaded one by one, so that a worker does not hold a second copy of the model.
         load_format = LOAD
         if self._part == "draft":  # draft classes reject incomplete heads, so the worker collects all buckets
             load_format = KEEP
@@ -48,6 +49,7 @@ class SglangChannel:
             serialized_named_tensors=[payload] * self._num_ranks,
             load_format=load_format,
             selector=self._part,
+            # Once after all buckets instead (`reset_prefix_cache`).
             flush_cache=False,
         )
         manager = self._engine.tokenizer_manager

@@ -86,6 +86,7 @@ class DFlashDrafter(nn.Module):
         for number, layer in enumerate(self.layers):
             attention = layer.self_attn
             query_BNSD, key_BGSD, value_BGSD = _heads(attention, layer.input_layernorm(block_BSH), rotary)
+            # Read directly instead of updated: keys of the block belong to drafts, and the next round replaces them.
             context: Any = cache.layers[number]
             out_BNSD = F.scaled_dot_product_attention(
                 query_BNSD,

@@ -49,6 +49,7 @@ class DraftSteps(ABC):
         self.num_tokens = num_tokens
         self._decoder = decoder
         self._output_layer = output_layer
+        # Heads of later depths would compute keys that no draft reads.
         self._heads: list[Any] = list(heads)[:num_tokens]
         self._drafting = drafting
         self._images = images

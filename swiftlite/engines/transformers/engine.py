@@ -140,6 +140,7 @@ class TransformersEngine:
         """Return, for each token of a prompt after the first, the most likely token in its place, the log-probability
         of that token, and its own log-probability.
         """
+        # No token follows, so a prompt can have the maximum length.
         check_prompts([prompt], self.max_length + 1)
         ids = torch.tensor([list(prompt)], device=self._decoder.device)
         _, after, _ = self._states(ids, whole_cache(self._decoder.config), None)
@@ -182,9 +183,13 @@ class TransformersEngine:
             num_drafted = len(drafts)
             begin = None
             if num_drafted:
+                # Copied only if a draft can be rejected: these states are as large as the keys of many tokens.
                 begin = RecurrentStates(cache)
+            # The cache lacks the newest token, which the trunk has chosen but not read; in the first pass, the whole
+            # prompt.
             new_ids = drafted_ids[:, cache.get_seq_length() :]
             before, after, features = self._states(new_ids, cache, images)
+            # One row more than drafts: row i verifies draft i, and the last one chooses the token after all drafts.
             logits = processed(processor, drafted_ids, self._output_layer(after[0, -num_drafted - 1 :]))
             if not is_drawn:
                 tokens = verify_greedily(drafts, logits)
@@ -204,6 +209,7 @@ class TransformersEngine:
             if num_drafted > num_accepted:
                 assert begin is not None
                 self._roll_back(new_ids, num_drafted - num_accepted, cache, begin, images)
+            # States behind rejected drafts are still in it; `DraftSteps.begin` cuts them off.
             fed = after
             if self._drafting.takes_before_norm:
                 fed = before

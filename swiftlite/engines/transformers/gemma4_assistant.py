@@ -84,6 +84,8 @@ class Gemma4Assistant(nn.Module):
         of_layers: Any = cache.layers
         for layer, kept in zip(self._read_layers, of_layers, strict=True):
             is_windowed = layer.self_attn.layer_type == "sliding_attention"
+            # The cache has all keys of the row (no window is applied when they are appended), and the mask below lets
+            # all of these through.
             first = max(end - window, 0) if is_windowed else 0
             shared[layer.self_attn.layer_type] = (kept.keys[:, :, first:], kept.values[:, :, first:])
         return network.model(

@@ -166,6 +166,7 @@ class DraftOutput(nn.Module):
         super().__init__()
         self._outside = outside
         self._drafted = torch.tensor(draft_vocab, device=output_layer.weight.device)
+        # A copy of these rows, so that only they are multiplied.
         self._rows = output_layer.weight.detach()[self._drafted]
         self._vocab_size = len(output_layer.weight)
 
@@ -261,6 +262,7 @@ class MtpSteps(DraftSteps):
         self._end = ids.shape[1] - 1  # the newest token's position, which the trunk has not processed
         self._begins = [cache.get_seq_length() for cache in self._caches]
         self._next_depth = 0
+        # Depth 0 has all positions before `_begins[0]` in its cache; states after `_end` belong to rejected drafts.
         self._next_states = states[:, : self._end - self._begins[0]]
 
     def logits(self, number: int, ids: torch.Tensor) -> torch.Tensor:
@@ -276,6 +278,7 @@ class MtpSteps(DraftSteps):
             fed = torch.cat((*self._waiting[depth], self._next_states), dim=1)
             self._waiting[depth] = [fed[:, : max(self._end - depth + 1, 0) - self._begins[depth]]]
         for depth, cache in enumerate(self._caches):
+            # Depth k keeps the positions before `_end` - k, whose tokens are all known.
             surplus = cache.get_seq_length() - max(self._end - depth, 0)
             if surplus > 0:
                 cache.crop(-surplus)
@@ -320,6 +323,7 @@ class MtpSteps(DraftSteps):
         if self._images is not None:
             embedding = self._images.put_into(embedding, start)
             rotary_positions = self._images.positions(begin, embedding.shape[1])
+        # As in training (model/mtp.py) and in vLLM's draft classes of these families.
         if self._drafting.zeroes_first_embedding:
             embedding = embedding.masked_fill((position_ids == 0)[..., None], 0)
         mask = head.make_mask(

@@ -32,6 +32,7 @@ def whole_cache(config: Any) -> DynamicCache:
     if kinds is None and getattr(config, "sliding_window", None) is not None:
         kinds = ["sliding_attention"] * config.num_hidden_layers
     if kinds is not None:
+        # A copy, because the model's own masks depend on these kinds.
         config = copy(config)
         config.layer_types = ["full_attention" if kind == "sliding_attention" else kind for kind in kinds]
     return DynamicCache(config=config)

@@ -39,6 +39,7 @@ class VllmClient(Client):
         request |= {"messages": prompt.messages}
         if prompt.tools:
             request["tools"] = prompt.tools
+        # vLLM applies the chat template and divides images itself, so the number of tokens shows whether both agree.
         events = await stream(self._session, "/v1/chat/completions", request)
         check_same_length(prompt, events[-1][1]["usage"]["prompt_tokens"])
         return read_answer(events)

@@ -88,6 +88,7 @@ def sample_drafts(
     """
     from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
+    # One batch can have greedy and sampled requests; division by 0 would make NaN of the former.
     is_greedy = sampling_metadata.temperature < _LOWEST_TEMPERATURE
     temperature = torch.where(is_greedy, 1.0, sampling_metadata.temperature)
     probabilities = logits.div_(temperature.unsqueeze(1)).softmax(dim=-1, dtype=torch.float32)
@@ -102,6 +103,7 @@ def with_step_generators(sample: Callable[..., Any], runner: Any, *arguments: An
     for index in batch.generators:
         seed = runner.requests[batch.req_ids[index]].sampling_params.seed
         generator = StepGenerator()
+        # Python's hash of numbers, unlike that of strings, is the same in every process.
         generator.manual_seed(hash((seed, int(batch.num_tokens_no_spec[index]))))
         batch.generators[index] = generator
     return sample(runner, *arguments)

@@ -62,6 +62,7 @@ class VllmEngine:
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         from vllm import LLM
 
+        # Before the engine starts: its processes inherit the environment.
         os.environ.update(variables_on_cpu())
         if config.in_this_process and is_on_cpu():
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -130,9 +131,11 @@ class VllmEngine:
             for output in cast(Sequence[Any], self._llm.llm_engine.step()):
                 # vLLM numbers requests: the request "7-f3a92b1c" is returned as "7".
                 place = int(output.request_id) - int(request_ids[0].partition("-")[0])
+                # A stop text can end only in the tokens of this step; earlier ones were searched when they arrived.
                 known = lengths[place][-1] if lengths[place] else 0
                 lengths[place].append(len(output.outputs[0].token_ids))
                 end = sampling.stop_strings and sampling.stop_strings.end(output.outputs[0].token_ids, known)
+                # vLLM does not know the texts, because it gets and returns only tokens (detokenize is False).
                 if end and not output.finished:
                     self._llm.llm_engine.abort_request([output.request_id])
                 if end or output.finished:
@@ -148,6 +151,7 @@ class VllmEngine:
         answers."""
         from vllm.sampling_params import RequestOutputKind
 
+        # `generate` reads from the lengths after each step how many drafts the step accepted.
         requests = self._llm.llm_engine.output_processor.request_states
         for request_id in request_ids:
             requests[request_id].output_kind = RequestOutputKind.CUMULATIVE
@@ -169,6 +173,7 @@ class VllmEngine:
             check_heads_can_be_updated(self._model)
         self._weights.check_layout()
         self._wake_up()
+        # A sleeping engine has no memory for weights, so it is awake when the workers connect.
         self._transport.connect()
         self._weights.run(target, draft)
 
@@ -246,6 +251,8 @@ def draft_depths(lengths: Sequence[int], steps_by_accepted: Sequence[int] | None
     begins = [0, *lengths[:-1]]
     accepted = [end - begin - 1 for begin, end in pairwise([0, *lengths])]
     if steps_by_accepted is not None:
+        # vLLM counts accepted drafts before it truncates the answer, so the sum over all steps has those that were cut
+        # off.
         accepted[-1] = sum(number * steps for number, steps in enumerate(steps_by_accepted)) - sum(accepted[:-1])
     depths = []
     for begin, end, number in zip(begins, lengths, accepted, strict=True):
@@ -281,7 +288,9 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         # The number of accepted drafts of each request. vLLM rejects the option if it does not draft.
         "per_request_spec_decode_metrics": "summary" if drafting else None,
     }
+    # The backends are the plugin's. Without them the engine serves, but takes no new weights.
     if plugin_problem(VLLM) is None:
         options["weight_transfer_config"] = {"backend": BACKENDS[config.weight_transport]}
+    # The limits of images come last: they contain the user's limits, checked against the prompts.
     options |= config.engine_kwargs | image_options(config)
     return {name: value for name, value in options.items() if value is not None}

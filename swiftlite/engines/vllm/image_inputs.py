@@ -51,6 +51,7 @@ def vllm_prompt(prompt: Sequence[int]) -> dict[str, Any]:
 def with_one_placeholder_each(prompt: ImagePrompt) -> list[int]:
     """Return the tokens of a prompt with one placeholder per image."""
     item_S = np.asarray(prompt.extras[ITEM])
+    # Items are numbered over all images: images of 6 and 4 items start with the items 0 and 6, and only these are kept.
     lengths = [rows * columns for rows, columns in prompt.grids]
     first_items = np.cumsum([0, *lengths[:-1]])
     is_kept_S = (item_S < 0) | np.isin(item_S, first_items)

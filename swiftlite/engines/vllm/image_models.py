@@ -49,6 +49,7 @@ class ImageDraft(MtpDraft, SupportsMultiModalEmbeddings):
         features_IH = torch.cat([part[:, : embedding_TH.size(1)] for part in multimodal_embeddings])
         # `MtpHeads` multiplies all of its inputs; in the trunk, only embeddings of ids are multiplied.
         features_IH = features_IH / self.embedding_multiplier
+        # masked_scatter fills places in order: features have the order of the placeholders in the batch.
         is_image_T1 = is_multimodal.to(embedding_TH.device, non_blocking=True)[:, None]
         return embedding_TH.masked_scatter(is_image_T1, features_IH.to(embedding_TH.dtype))
 

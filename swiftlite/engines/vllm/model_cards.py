@@ -31,6 +31,7 @@ class ModelCards:
         start, *parts = messages
         if start["status"] == 200:
             body = without_paths(b"".join(part.get("body", b"") for part in parts))
+            # The new body has another length than the one that was announced.
             others = [header for header in start["headers"] if header[0].lower() != b"content-length"]
             start["headers"] = [*others, (b"content-length", str(len(body)).encode())]
             parts = [{"type": "http.response.body", "body": body}]

@@ -211,6 +211,7 @@ class MtpHeads(nn.Module):
         read_TH: torch.Tensor = self.embed_tokens(ids_T) if embedding_TH is None else embedding_TH
         frame: Any = self.heads[depth]
         parts = (frame.pre_fc_norm_embedding(read_TH * self.embedding_multiplier), frame.pre_fc_norm_hidden(hidden_TH))
+        # In this order: files have the columns of the embedding first.
         hidden_TH = frame.fc(torch.cat(parts, dim=-1))
         layer = self.layers[depth]
         if not self.layer_returns_residual:
@@ -238,6 +239,7 @@ class MtpDraft(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
+        # Heads read the config of the draft model, as `hf_config_override` in plugin.py returns it.
         # Its model_config is that of the target.
         speculative = vllm_config.speculative_config
         assert speculative is not None
@@ -330,6 +332,7 @@ class MtpDraft(nn.Module):
         logits = F.linear(hidden_states, self._drafted_rows) * self.logits_scale
         if self.logits_cap is not None:
             logits = torch.tanh(logits / self.logits_cap) * self.logits_cap
+        # Over the whole vocabulary, because drafts are verified against the trunk's distribution over it.
         whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._drafted, logits)
 
@@ -347,6 +350,7 @@ class MtpDraft(nn.Module):
             heads_of(self.config).layers,
             default_weight_loader,
             self.expert_mapping(),
+            # While new weights are sent, the class gets one bucket at a time (live/weight_transfer.py: Checked).
             is_part=not is_mtp_completeness_check_enabled(),
             is_fused=self.packed_modules_mapping is FUSED_MODULES,
         )
@@ -363,6 +367,7 @@ def _with_config(vllm_config: VllmConfig, config: Any) -> VllmConfig:
     speculative = vllm_config.speculative_config
     assert speculative is not None
     changed = copy(vllm_config)
+    # Copies on each level, because vLLM continues to use the originals for the trunk.
     changed.model_config = copy(speculative.draft_model_config)
     changed.model_config.hf_config = config
     changed.model_config.hf_text_config = config.get_text_config()
@@ -373,6 +378,7 @@ def _rows(lm_head: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return the rows [N, H] of an output layer for N tokens, on every tensor-parallel rank."""
     row = tokens - lm_head.shard_indices.org_vocab_start_index
     is_elsewhere = (row < 0) | (tokens >= lm_head.shard_indices.org_vocab_end_index)
+    # Each row is on one rank, and the others add zeros: the sum of all ranks is every row.
     rows = lm_head.weight.detach()[row.masked_fill(is_elsewhere, 0)]
     return tensor_model_parallel_all_reduce(rows.masked_fill(is_elsewhere[:, None], 0))
 
@@ -501,6 +507,7 @@ class Gemma4HeadMTPModel(Gemma3MTPModel):
 def _keys_as_values(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in weights:
         yield name, tensor
+        # vLLM's layer has a fused matrix of queries, keys and values also if the files have no values.
         if name.startswith("mtp.") and ".k_proj." in name:
             yield name.replace(".k_proj.", ".v_proj."), tensor
 
@@ -577,6 +584,7 @@ class SmolLM3MTPModel(MtpDraft):
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         layer: Any = super().make_layer(vllm_config, prefix)
         if not self.config.no_rope_layers[self.config.num_hidden_layers - 1]:
+            # As in training, heads have the kind of the trunk's last layer.
             layer.self_attn.rotary_emb = NoRotaryEmbedding()
         return layer
 

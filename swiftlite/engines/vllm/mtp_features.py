@@ -71,6 +71,7 @@ class FeatureHead(nn.Module):
             hidden_TH: result of `first_states`, or the second result of this method.
         """
         read_TH: torch.Tensor = self.embed_tokens(ids_T) if embedding_TH is None else embedding_TH
+        # `hidden_TH` is projected already: the sum is the product of one matrix with [embedding, states].
         hidden_TH = hidden_TH + self.fc_embedding(self.pre_fc_norm_embedding(read_TH * self.embedding_multiplier))
         (layer,) = self.layers
         if self.layer_returns_residual:
@@ -96,6 +97,7 @@ class FeatureDraft(models.MtpDraft):
     has_own_embed_tokens = has_own_lm_head = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        # Not those of the base classes, which would build the drafters of `MtpDraft` and of EAGLE-3.
         nn.Module.__init__(self)
         speculative = vllm_config.speculative_config
         assert speculative is not None
@@ -138,6 +140,8 @@ def __getattr__(name: str) -> type:
     if draft is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     members = {"__doc__": "A draft model of an MTP head with features.", "__module__": __name__}
+    # vLLM checks the class of an eagle3 draft (llm_base_proposer.py: propose), so EAGLE-3's class must be a base. It is
+    # the last base, so that methods of the others precede its own.
     bases = (FeatureDraft, getattr(models, draft), Eagle3LlamaForCausalLM)
     made = new_class(name, bases, exec_body=lambda body: body.update(members))
     globals()[name] = made

@@ -70,6 +70,7 @@ def with_ngrams(take_draft_token_ids: Callable[..., Any], runner: Any) -> Any:
     """Return the `DraftTokenIds` of all requests for the scheduler, with drafts from the text where it matches."""
     found = take_draft_token_ids(runner)
     settings = _given(runner.vllm_config)
+    # Of this step only: the next verification treats drafts of other requests as sampled by the heads.
     runner.swiftlite_ngram_requests = set()
     if found is None or settings is None:
         return found
@@ -80,6 +81,7 @@ def with_ngrams(take_draft_token_ids: Callable[..., Any], runner: Any) -> Any:
         index = batch.req_id_to_index.get(request)
         if index is None or not found.draft_token_ids[place]:  # the heads do not draft at this load
             continue
+        # `num_tokens_no_spec` is the length without drafts, which vLLM stores behind the text in the same row.
         text = batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]]
         is_drawn = bool(batch.temperature_cpu[index] > 0)
         if drafts := ngrams.propose(text, is_drawn=is_drawn):
@@ -99,6 +101,7 @@ def draft_probabilities(runner: Any, metadata: Any) -> torch.Tensor | None:
     known, requests = runner._draft_probs, runner._draft_prob_req_ids
     if known is None or requests is None:
         return None
+    # The heads drafted in the order of the last step; requests may have changed their rows since.
     places = {request: place for place, request in enumerate(requests)}
     parts, first = [], 0
     for request, number in zip(runner.input_batch.req_ids, metadata.num_draft_tokens, strict=True):
@@ -131,6 +134,7 @@ def with_counts(bookkeeping_sync: Callable[..., Any], runner: Any, scheduler_out
     tokens_of_requests, requests = found[3], found[5]  # valid_sampled_token_ids, req_ids_output_copy of 0.32
     for request, tokens in zip(requests, tokens_of_requests, strict=True):
         drafts = scheduler_output.scheduled_spec_decode_tokens.get(request)
+        # A request has no tokens while its prompt is processed in parts.
         if drafts and tokens and request in _ngram_requests(runner):
             counted = SourceCounts(1, len(drafts), len(tokens) - 1)
             runner.swiftlite_ngram_counts = ngram_counts(runner) + counted

@@ -66,6 +66,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     log_fed_otherwise(model, VLLM)
     known = VLLM.convention_for(model.family)
     draft = known.draft
+    # vLLM would load the first head and draft all tokens with it.
     if known.heads == "one" and model.heads.layers > 1:
         raise UserError(
             f"vLLM's {draft} supports one MTP head, but the checkpoint has {model.heads.layers}",
@@ -212,6 +213,7 @@ def num_tokens_to_draft(model: HfModel, num_tokens: int | None) -> int:
                 model.heads.layers,
             )
             return num_drafting
+        # Heads that were trained with --mtp_unroll draft more tokens than there are heads.
         num_tokens = model.heads.drafts
     try:
         check_draft_steps(num_tokens, model.heads.layers, num_drafting == model.heads.layers)
@@ -239,6 +241,7 @@ def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
     if schedule.is_constant:
         return {}
     begins = list(schedule.numbers)
+    # {1: 3, 8: 1, 32: 0} becomes [1, 7, 3], [8, 31, 1] and [32, 32, 0].
     ends = [begin - 1 for begin in begins[1:]] + begins[-1:]
     ranges = [list(each) for each in zip(begins, ends, schedule.numbers.values(), strict=True)]
     return {"num_speculative_tokens_per_batch_size": ranges}
@@ -400,6 +403,7 @@ def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[st
     backend = attention.get("attention_backend")
     if backend is None or speculative is None or speculative["method"] != "mtp":
         return speculative
+    # The backend comes first, so that one in --vllm_speculative_config has precedence.
     return {"attention_backend": backend, **speculative}
 
 

@@ -62,13 +62,16 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     at the top level of this module.
     """
     architecture = (hf_config.architectures or [""])[0]
+    # vLLM's function below selects a draft class by the model type, under which some families have none.
     hf_config.update({"model_type": _MODEL_TYPES.get(hf_config.model_type, hf_config.model_type)})
     if architecture == "Step3p5ForCausalLM":
         return _with_windows_of_heads(_vllm_hf_config_override(hf_config))
+    # A trunk without heads can have another drafter, whose config must stay as it is.
     if architecture not in DRAFTS or not heads_of(hf_config).layers:
         return _vllm_hf_config_override(hf_config)
     # "mtp" is one of vLLM's MTPModelTypes, without special treatment.
     changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": heads_of(hf_config).layers}
+    # Heads are parts of the language model: also a model with images gets the config of a draft without towers.
     text_config = hf_config.get_text_config()
     changes |= layers_like_the_last(architecture, text_config, changes["n_predict"])
     text_config.update(_settings_outside(hf_config, text_config) | changes)
@@ -107,7 +110,9 @@ def layers_like_the_last(architecture: str, hf_config: PreTrainedConfig, num_hea
         return {}
     last = hf_config.num_hidden_layers - 1
     dense_heads: list[int] = []
+    # As in models/qwen3_moe.py: Qwen3MoeDecoderLayer, which counts layers from 1 for the step.
     if last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0:
+        # With the step 1, exactly the heads in this list have no experts.
         dense_heads = list(range(num_heads))
     return {"mlp_only_layers": dense_heads, "decoder_sparse_step": 1}
 
@@ -127,6 +132,7 @@ def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None
     """
     if depth == 1 or num_tokens == 1:
         return
+    # The acceptance would drop without an error, because a head that is trained for another step still drafts tokens.
     if not runs_all_heads:
         raise ValueError(
             f"num_speculative_tokens {num_tokens} is not supported with {depth} MTP heads: vLLM on this machine runs "
@@ -150,6 +156,8 @@ def has_multi_module_runner() -> bool:
 def register() -> None:
     """Register the classes with vLLM. May be called repeatedly."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+    # As names, because vLLM forks processes after `register`: importing a model class here could initialize CUDA before
+    # (models/registry.py: register_model).
     for trunk, draft in DRAFTS.items():
         # vLLM's own classes reject mtp.* tensors: "There is no module or parameter named 'mtp'".
         ModelRegistry.register_model(trunk, f"{_module_of(trunk)}:{trunk}")
@@ -158,10 +166,12 @@ def register() -> None:
             ModelRegistry.register_model(trunk + CLASS_ENDING, f"{_FEATURE_HEADS}:{trunk}{CLASS_ENDING}")
     for architecture, corrected in CORRECTED.items():
         ModelRegistry.register_model(architecture, f"{_MODELS}:{corrected}")
+    # On the class, where compose_draft_hf_overrides (vllm/config/speculative.py) looks it up for each draft model.
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
     for transport, receiver in _RECEIVERS.items():
         with suppress(ValueError):  # already registered
             WeightTransferEngineFactory.register_engine(BACKENDS[transport], _TRANSFER, receiver)
+    # Also with Triton, because VLLM_USE_V2_MODEL_RUNNER=0 selects the older model runner, whose methods these replace.
     draft_slots.install()
     ngram_drafts.install()
     postponed.install()
@@ -169,6 +179,7 @@ def register() -> None:
         cpu_sampling.install()
         dspark_drafts.install()
     if current_platform.is_cpu():
+        # Not imported at the top, because this module imports vLLM's kernels, and `register` runs in every process.
         from swiftlite.engines.vllm import cluster_drafts, cpu_fp8
 
         cluster_drafts.install()

@@ -79,6 +79,8 @@ class Postponed:
         row = 0
         for step in self.steps:
             for request, position in zip(step.requests, step.positions.tolist(), strict=True):
+                # Attention takes the rows of a request for its last positions, without a gap: of 7, 8 and 10, only 10
+                # is kept.
                 if last.get(request) != position - 1:
                     found[request] = []
                 found[request].append(row)
@@ -128,6 +130,7 @@ def postponing(
     postponed: Postponed | None = getattr(proposer, "swiftlite_postponed", None)
     if postponed is None:  # a step that vLLM makes before the first request
         return propose(proposer, num_speculative_tokens=num_speculative_tokens, **inputs)
+    # Before this step, whose drafts attend to the keys of all earlier tokens.
     if not can_postpone(proposer, num_speculative_tokens, inputs):
         _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))
         return propose(proposer, num_speculative_tokens=num_speculative_tokens, **inputs)
@@ -143,6 +146,7 @@ def postponing(
             inputs["common_attn_metadata"].slot_mapping[:number].clone(),
         )
     )
+    # The stored tokens include those of this step, so they are followed by the tokens that it has just sampled.
     if len(postponed.steps) >= MOST_STEPS:
         _compute(proposer, propose, postponed, inputs, inputs["next_token_ids"])
     # As the replaced method does; the runner would take probabilities of earlier drafts for those of this step.
@@ -152,6 +156,8 @@ def postponing(
 
 def _first_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Return the first input token of each request in the current step, which follows its stored tokens."""
+    # The head reads the next token at each position (llm_base_proposer.py: set_inputs_first_pass rotates the ids):
+    # after the last stored one, this is the token that this step starts with.
     firsts = inputs["common_attn_metadata"].query_start_loc_cpu[:-1].long()
     return inputs["target_token_ids"][firsts]
 
@@ -170,6 +176,7 @@ def _compute(
     """
     rows_of = postponed.rows()
     places = [place for place, request in enumerate(postponed.requests) if request in rows_of]
+    # Also drops the tokens of requests that are not in this step: their blocks may belong to other requests by now.
     steps, postponed.steps = postponed.steps, []
     if not places:
         return
@@ -179,6 +186,7 @@ def _compute(
     positions = torch.cat([step.positions for step in steps])[rows]
     metadata = _metadata(inputs["common_attn_metadata"], places, begins, positions)
     metadata.slot_mapping = torch.cat([step.slots for step in steps])[rows]
+    # With 0 tokens, vLLM runs the head, which writes its keys, and returns before it samples.
     propose(
         proposer,
         num_speculative_tokens=0,
@@ -203,6 +211,7 @@ def _metadata(current: Any, places: list[int], begins: torch.Tensor, positions: 
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+    # Of the last stored token of each request, which must not attend to later slots of its blocks.
     seq_lens = (positions[begins[1:].long() - 1] + 1).to(current.seq_lens.dtype)
     return CommonAttentionMetadata(
         query_start_loc=begins,
@@ -223,6 +232,7 @@ def naming_requests(
     propose_draft_token_ids: Callable[..., Any], runner: Any, scheduler_output: Any, *others: Any
 ) -> Any:
     """Tell the drafter the ids of the requests before the model runner drafts; return the drafts of all requests."""
+    # Here and not in `propose`, which gets no ids of requests, only rows.
     postponed = getattr(runner.drafter, "swiftlite_postponed", None)
     if postponed is None:
         postponed = runner.drafter.swiftlite_postponed = Postponed()

@@ -84,6 +84,7 @@ class ServedVllm:
                 f"the server at {url} is paused: a weight update is in progress or has failed",
                 "restart the server unless another process is updating it",
             )
+        # A restarted server has the weights of its files again, at the same address.
         self.instance_id: str = config["instance_id"]
         self.weight_transport: WeightTransport = transports[backend]
         if model is None:
@@ -118,10 +119,14 @@ class ServedVllm:
         async def answer_all(session: aiohttp.ClientSession) -> list[Completion]:
             answers = [asyncio.create_task(answer(session, place)) for place in range(len(prompts))]
             try:
+                # Each wait has its own timeout: a batch may take hours, but a server that finishes nothing for so long
+                # is lost.
                 for next_one in asyncio.as_completed(answers):
                     await self._server.in_time(next_one, COMPLETIONS)
                 return [each.result() for each in answers]
             finally:
+                # Also closes the connections, whereupon vLLM aborts their requests
+                # (entrypoints/serve/utils/api_utils.py: with_cancellation).
                 cancel_all(answers)
 
         return self._server.run(answer_all)
@@ -145,6 +150,7 @@ class ServedVllm:
             "max_tokens": min(sampling.max_new_tokens, self.max_length - len(prompt)),
             "temperature": sampling.temperature,
             **filters_of(sampling),
+            # Penalties of generation_config.json would change the distribution from which a trainer assumes the tokens.
             **_NO_DEFAULTS,
             "seed": seed,
             "stop_token_ids": list(sampling.stop_token_ids),
@@ -227,6 +233,7 @@ class ServedVllm:
         self._weights.check_whole()
         self._weights.check_layout()
         self.connect()
+        # Paused before the first bucket: no answer is computed with weights of two versions.
         self._pause()
         try:
             self._weights.run(target, draft)
@@ -240,6 +247,7 @@ class ServedVllm:
                 ) from error
             raise
         finally:
+            # With incomplete weights the server stays paused, because its answers would be wrong without an error.
             if self._weights.is_whole:
                 self._resume()
 

@@ -74,6 +74,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
     variables = options.server_variables_on_cpu()
     if args.live_weights:
         require_plugin(VLLM)
+        # New weights of heads in a folder would be ignored without an error, so the server does not start.
         if drafts:
             options.check_heads_can_be_updated(model)
         given |= {"weight_transfer_config": {"backend": BACKENDS[args.weight_transport]}, "middleware": GUARD}

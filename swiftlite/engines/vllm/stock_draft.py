@@ -125,9 +125,11 @@ def _tensors(directory: Path, family: Family, hf_config: HfConfig) -> dict[str, 
         return _tensors_of_vocab(directory, family, hf_config, stored)
     rows = {row.mcore: row for row in stock.class_of(family, hf_config).rows(family, hf_config)}
     factors = stock.factors(family, hf_config)
+    # From a family's tensors to those of vLLM's class through the Megatron parameter, which both describe with rows.
     tensors: dict[str, torch.Tensor] = {}
     for row in family.head_rows(hf_config, 0):
         for key, tensor in separated(rows[row.mcore], joined(row, stored.__getitem__)).items():
+            # Factors that vLLM's class lacks, such as that of the residual, become part of the weights.
             tensors[key] = (tensor.float() * factors.get(key, 1.0)).to(tensor.dtype)
     return tensors
 
@@ -144,6 +146,7 @@ def _tensors_of_vocab(
     outside = family.outside(hf_config)
     with Checkpoint(directory) as checkpoint:
         output = checkpoint.read(outside.hf_embedding if outside.is_tied else outside.hf_output_layer)
+    # vLLM adds d2t to the number of a row: rows for the tokens 3, 7 and 8 have the differences 3, 6 and 6.
     drafted = {"lm_head.weight": output[tokens], "d2t": tokens - torch.arange(len(tokens))}
     if dflash.MARKOV_OUTPUT in stored:
         drafted[dflash.MARKOV_OUTPUT] = stored[dflash.MARKOV_OUTPUT][tokens]

@@ -152,6 +152,8 @@ class NoWindowTrunk(Trunk):
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        # Checked when the model is built: with shorter sequences, a window would have no effect, and answers are
+        # correct.
         window = config.sliding_window
         server_args: Any = get_server_args()
         longest = server_args.context_length or config.max_position_embeddings
@@ -254,6 +256,8 @@ class MtpHead(nn.Module):
                 positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch, residual=None
             )
             return self.norm(state_TH, residual_TH)[0]
+        # As at the entry of a trunk (layer_boundary/residual/batch.py: start), because layers add to the residual of
+        # the batch.
         residual_batch.start(forward_batch)
         state_TH = self.layers[0](positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch)
         return residual_batch.final_norm(state_TH, forward_batch, self.norm)
@@ -327,6 +331,7 @@ class MtpDraft(nn.Module):
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the head from HF tensors, and return the names of the filled parameters, as `fill` does."""
+        # Embedding and output layer come from the trunk (`set_embed_and_head`).
         parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
         is_fused = self.packed_modules_mapping is FUSED_MODULES
         return fill(parameters, weights, 1, default_weight_loader, self.expert_mapping(), is_fused=is_fused)

@@ -23,6 +23,7 @@ class ApiKeyGuard(AuthenticationMiddleware):
         super().__init__(app, tokens=list(filter(None, [envs.VLLM_API_KEY])))
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        # Browsers send OPTIONS without keys before requests to another origin.
         is_request = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"
         is_guarded = is_request and scope["path"] not in OPEN and bool(self.api_tokens)
         if is_guarded and not self.verify_token(Headers(scope=scope)):

@@ -41,6 +41,7 @@ class Checked(WeightTransferEngine[Any, Any]):
     def start_weight_update(self) -> None:
         """Convert the model's parameters back to the layout for loading."""
         shared: set[int] = set()
+        # The transfer of the draft model brings no embedding and output layer: they are filled with the target's.
         if self.model is not self._default_model:
             # A draft model, which shares the target's embedding and output layer.
             shared = {id(parameter) for parameter in self._default_model.parameters()}

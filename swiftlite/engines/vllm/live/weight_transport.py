@@ -139,6 +139,7 @@ class Nccl:
             world_size=1 + self._num_workers,
             packed_buffer_size_bytes=_WHOLE_BUCKET,
         )
+        # vLLM's sender starts and finishes a transfer for each call, but a model is complete only after all buckets.
         client: Any = _WithinTransfer(self._client)
         self._sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=_source_of({}))
 
