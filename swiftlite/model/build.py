@@ -238,6 +238,7 @@ def _rotary_embedding(
             its config holds them separately.
     """
     outside = architecture.outside
+    # Then rotations are computed in float32, and only their results are rounded (`rope.rotate`).
     if outside.rotary_rounds_last:
         dtype = torch.float32
     if outside.ropes:

@@ -83,6 +83,7 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     v_head_dim = attention.v_head_dim or attention.head_dim
     if v_head_dim != attention.head_dim:
         options |= {"k_channels": attention.head_dim, "v_channels": v_head_dim}
+    # A copy, because all layers share the spec in `modules`.
     core_attention = replace(core_attention, params=core_attention.params | options)
     params: dict[str, Any] = {
         "attn_mask_type": AttnMaskType.causal,
@@ -267,6 +268,7 @@ def decoder_layer_spec(
         layer_class, params = OwnInputLayer, params | {"input_size": layer.own_input}
     norm = modules.norm if layer.has_input_norms else IdentityOp
     is_whole = layer.norms_attention_input and layer.norms_mlp_input
+    # `ResidualLayer._forward_fused` adds outputs as they are, without a norm or a factor of their own.
     if norm is FusedRMSNorm and is_whole and not layer.has_output_norms and layer.residual_multiplier == 1:
         norm = ResidualRMSNorm
     return ModuleSpec(
@@ -333,6 +335,7 @@ def _mtp_layer(parts: DrafterParts) -> ModuleSpec:
         layer_class = UnrolledLayer
         modules = replace(modules, core_attention=modules.draft_attention)
     output_norm = ModuleSpec(module=modules.norm)
+    # The next depth then reads the state before this norm. An unrolled layer applies the norm itself.
     if drafting.chains_before_norm and not is_unrolled:
         output_norm = ModuleSpec(module=modules.norm_returning_input)
     if parts.architecture.outside.heads_share_final_norm:

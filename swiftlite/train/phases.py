@@ -356,6 +356,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     if not first and run.schedule.steps:  # also if the run resumes from the checkpoint of a run without steps
         evaluation = trainer.evaluate(0)
         if trainer.best:
+            # Before the first step, so that a metric that evaluations do not have ends the run at once.
             trainer.best.check(evaluation)
         if not method_of(run.args).evaluates_rows:  # acceptance.json has no place for metrics of completions
             trainer.log(0, evaluation)
@@ -391,6 +392,7 @@ def load_best(run: Run, trainer: Trainer) -> Mapping[str, float] | None:
     found: list[Path | None] = [None]
     if run.is_first_rank:
         found = [best_checkpoint(run.output_dir)]
+    # Only the first rank has the file of evaluations.
     dist.broadcast_object_list(found)
     best = found[0]
     if best is None or best.name == f"checkpoint-{trainer.last_step}":
@@ -443,6 +445,7 @@ def report(run: Run, outcome: Outcome) -> None:
             measured["restarts"] = restarts
         write_report(run.output_dir, measured, run.data, train_state.weights_report, tensors)
         write_page(run)
+    # Last, so that the report exists if this check fails.
     check_frozen(tensors, train_state.trainable)
     paths = ("--model", str(run.output_dir), "--output_dir", f"{run.output_dir}-hf")
     logger.info("done. Next: swiftlite export --to_hf %s", shlex.join(paths))

@@ -128,9 +128,11 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     encoder = training.encoder(args, tokenizer, hf_model)
     check_first_rows(args, encoder)
     data = training.load(args, encoder, vocab_size)
+    # Not a collective, which has a time limit: tokenizing can take hours, and not equally many on each node.
     wait_for_ranks("reading and tokenizing rows")
     extras = list(training.extras)
     if data.has_images:
+        # Otherwise the tower is not built, and exports contain its tensors unchanged.
         hf_model = hf_model.with_images()
         Trunk.of(args).check_tower(hf_model.tower, hf_model.family.name)
         extras += image_extras_of(hf_model, mesh)

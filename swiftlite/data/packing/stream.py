@@ -59,6 +59,7 @@ class Readers:
 
     def say(self, owner: int, text: str) -> str:
         """Broadcast `text` from the reader `owner` to all readers; collective."""
+        # As the numbers of its bytes, because readers exchange numbers.
         sent = list(text.encode()) if owner == self.rank else []
         return bytes(self.gather(sent)[owner]).decode()
 
@@ -108,6 +109,7 @@ class Chunk:
     def facts(self) -> list[int]:
         """Return numbers that are equal on all readers if they read the same files."""
         digests = b"".join(position.digest for position in self.positions)
+        # 7 bytes, so that the number fits into the int64 in which it is sent.
         return [*self.rows_per_epoch, int.from_bytes(hashlib.blake2b(digests, digest_size=7).digest())]
 
 

@@ -331,6 +331,7 @@ class CoreAttention(MegatronModule):
         keys.
         """
         visible_BS = cache.visible(self.window)
+        # Only up to the end of the longest row, not the whole capacity.
         key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
         query_BND = cache.by_row(query_T1ND.squeeze(1))
         if self.softmax_offset is not None:
@@ -445,8 +446,10 @@ def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Se
     (`LONG`).
     """
     num_queries, num_rows = query_SBND.shape[:2]
+    # Without context parallelism, segments share no keys, so a single call copies none.
     if num_rows > 1 or num_queries == key_SBGD.size(0):
         return False
+    # A single sequence has two segments: its two chunks on this rank.
     return len(segments) <= 2 or num_queries >= LONG * len(segments)
 
 

@@ -126,6 +126,7 @@ class _Pass:
         else:
             places = cached_places(kept)
             longest = max((place.num_keys for place in places), default=0)
+            # The cache has rows first, and places count keys along the first axis.
             key_KBND, value_KBNV = (
                 kept.keep((core, name), new.squeeze(1)).transpose(0, 1)
                 for name, new in (("key", key_KBND), ("value", value_KBNV))

@@ -229,6 +229,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_hidden = F.grouped_mm(grad_output, torch.stack(weights), offs=ends)
         if not any(ctx.needs_input_grad[3:]):
             return grad_hidden, None, None, *[None for _ in weights]
+        # With two matrices, `offs` divides the sums: one product for each expert, over its tokens.
         grad_weights = F.grouped_mm(grad_output.t(), hidden_TI, offs=ends)
         if ctx.weights:
             return grad_hidden, None, None, *added(ctx.weights, grad_weights)

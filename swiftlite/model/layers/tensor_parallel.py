@@ -84,6 +84,7 @@ class ColumnParallelLinear(AddsGradients, McoreColumnParallelLinear):
             return F.linear(input, weight, bias)
         if _adds_in_place(weight, options):
             return _linear(input, weight, options)
+        # megatron-core's own fusion requires Apex.
         return super()._forward_impl(input=input, weight=weight, **{**options, "gradient_accumulation_fusion": False})
 
 
@@ -158,6 +159,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
         cls, stock: McoreVocabParallelEmbedding, config: TransformerConfig, tp_group: dist.ProcessGroup
     ) -> "VocabParallelEmbedding":
         """Create an embedding that replaces `stock` and takes over its weight."""
+        # Its own weight is never used, so it takes no memory.
         with torch.device("meta"):
             embedding = cls(
                 stock.num_embeddings,
@@ -186,6 +188,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
         if group.size() == 1:
             return _lookup(input_, self.weight)
         is_elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        # Any row of this rank, because the result is masked.
         row = (input_ - self.vocab_start_index).masked_fill(is_elsewhere, 0)
         return _lookup(row, self.weight).masked_fill(is_elsewhere[..., None], 0)
 
@@ -212,6 +215,7 @@ class _Linear(torch.autograd.Function):
         grad_input = grad_output.matmul(ctx.weight)
         summed = None
         if ctx.tp_group is not None:
+            # Asynchronously, while the gradient of the weight is computed.
             summed = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
         add_product_(ctx.weight.main_grad, grad_output.flatten(0, -2).t(), input.flatten(0, -2))
         if summed is not None:

@@ -256,6 +256,7 @@ def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 def _cap_(logits_CV: torch.Tensor, cap: float) -> torch.Tensor:
     """Overwrite logits with `capped` logits, and return the derivative [C, V]."""
+    # In float32: in bfloat16, 1 - tanh ** 2 would be 0 or a multiple of 2 ** -8 near the cap.
     share_CV = torch.tanh(logits_CV.float() / cap)
     logits_CV.copy_(share_CV * cap)
     return (1 - share_CV * share_CV).to(logits_CV.dtype)
@@ -305,6 +306,7 @@ def chunked_loss(
     entropy_N = target.entropy_N if isinstance(target, LabelTarget) else None
     overlap_N = target.overlap_N if isinstance(target, TrunkTarget) else None
     total = None
+    # Without a gradient of the matrix, `_ChunkedLoss` computes logits only once as well, and needs no weights.
     if share_BS is not None and weight_VH.requires_grad and torch.is_grad_enabled():
         share_N1 = share_BS[selected.row_N, selected.pos_N][:, None]
         assert entropy_N is None, "filled only where weights are not known"

@@ -127,6 +127,7 @@ class Checkpointer:
             if dist.get_rank() == 0:
                 self._delete_unfinished()
                 temporary.mkdir(parents=True)
+            # All ranks write into this directory.
             dist.barrier()
             request = dist_checkpointing.save(
                 self._tensors(),

@@ -292,6 +292,7 @@ class PolicyObjective(HeadObjective):
         """Return where the ratio is clipped at its lower and at its upper bound, [B, S] each."""
         is_low_BS = (ratio_BS < self.policy.clip_low) & (advantage_BS < 0)
         if self.policy.loss_type == "cispo":
+            # cispo has no lower bound.
             is_low_BS = torch.zeros_like(is_low_BS)
         return [is_low_BS, (ratio_BS > self.policy.clip_high) & (advantage_BS > 0)]
 
