@@ -144,6 +144,7 @@ class HiddenStateCache:
             if streamed.ends_group:
                 self._add(on_host)
                 on_host.clear()
+        # Data-parallel ranks read each other's records in the first step.
         dist.barrier()
 
     def _missing(self, batches: Batches, rows: SampleRows, held_out: SampleRows) -> Iterator[Batch]:
@@ -201,6 +202,7 @@ class HiddenStateCache:
         other files.
         """
         batch = batch.on_host or batch  # copying from the GPU would wait for queued kernels
+        # With the labels, because a record also has the trunk's loss.
         given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
         if batch.cu_seqlens is not None:
             given.append(batch.cu_seqlens)
@@ -327,6 +329,7 @@ def open_hidden_state_cache(
     if dist.get_rank() == 0:
         check_directory(directory)
         _check_is_same(directory, manifest)
+        # After the check: a directory of other files stays as it is.
         delete_incomplete(directory)
         _check_disk(directory, batches, train_state, _DistinctRows.of(batches, rows, held_out))
         atomic_write(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
@@ -367,6 +370,7 @@ def _manifest(
         "trunk's weights": _sha256(sorted(set(trunks))),
         "config.json": digest_of_trunk(hf_config),
         "rows": rows[0],
+        # These decide which micro-batches there are, and how their states are rounded.
         "torch_dtype": torch_dtype,
         "kernels": ", ".join(plan.kernels.described.values()),
         "packing": f"{plan.packing} {plan.packing_length}",

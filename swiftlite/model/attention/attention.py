@@ -179,6 +179,7 @@ class CoreAttention(MegatronModule):
         """
         assert attention_bias is None
         if isinstance(attention_mask, Cache):
+            # Each step has another length, for which cuDNN would build a plan.
             with cudnn.excluded(query_SBND.device):
                 return self._attend_cached(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
         if packed_seq_params is not None:

@@ -306,6 +306,7 @@ class _SparseCore(CoreAttention):
             return attention_mask.attend(self, dense, query, key, value, packed)
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         out = attention_mask.attend(self, dense, query, key, value, packed)
+        # `dense` has removed the axis B itself.
         return out if out.dim() == 2 else out.squeeze(1)
 
 

@@ -201,6 +201,7 @@ class Reference:
         return answers
 
     def _next_slice(self) -> Path:
+        # A killed run leaves slices, which must not be overwritten.
         names = {path.name for path in self.directory.glob(SLICES)}
         numbers = (SLICES.replace("*", f"{number:06d}") for number in itertools.count())
         return self.directory / next(name for name in numbers if name not in names)
@@ -209,6 +210,7 @@ class Reference:
         # Digests are not stored as metadata: 1.4 million of them exceed the maximum header.
         digests = np.frombuffer(bytes.fromhex("".join(answers)), np.uint8).reshape(len(answers), -1)
         tensors = {
+            # Copied, because `frombuffer` returns read-only memory, which torch does not support.
             "digests": torch.from_numpy(digests.copy()),
             "log_probabilities": torch.tensor(list(answers.values()), dtype=torch.float32),
         }
