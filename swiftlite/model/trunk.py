@@ -149,6 +149,7 @@ class ComputedTrunk:
     ) -> None:
         """Run micro-batches through the model."""
 
+        # megatron-core's block calls layers with keyword arguments (`transformer_block.py: TransformerBlock.forward`).
         def see_input(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             for observer in observers:
                 observer.see_last_input(kwargs["hidden_states"])
@@ -224,6 +225,7 @@ class _Recorder:
         self._batches: list[Batch] = []
         self._last_inputs_SBH: list[torch.Tensor] = []
         self._outputs_SBH: list[torch.Tensor] = []
+        # The input of the norm, because heads may read the state before it.
         final_norm: Any = model.decoder.final_layernorm
         self._hook = final_norm.register_forward_pre_hook(self._see_output)
 
@@ -391,6 +393,7 @@ class StreamedTrunk:
             is_feature = number in self._model.heads.features
             is_last_input = with_last_input and number == self.num_layers - 1
             if is_feature:
+                # A copy of the list, whose entries are replaced below.
                 features_SBH.append(states_SBH.copy())
             if is_last_input:
                 last_inputs_SBH[:] = states_SBH

@@ -129,6 +129,7 @@ def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mes
     """Initialize torch.distributed and the mesh of the run."""
     return session(
         layout_of(args),
+        # Then the last stage has a copy of the embedding, and belongs to the group that sums its gradients.
         tied_embeddings=hf_model.is_tied,
         seed=args.seed,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
@@ -307,6 +308,7 @@ def restore(run: Run) -> CheckpointState:
         )
     if run.is_first_rank:
         check_run_files(run)
+    # `checkpoint_to_resume` has verified the digests of its files.
     load_checkpoint(run.checkpoint, run.mesh, run.train_state.chunks, run.train_state.optimizer, is_verified=True)
     # Checkpoints have no state of the scheduler: the learning rate is a function of the number of steps.
     run.train_state.scheduler.step(increment=state.step)

@@ -151,6 +151,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(data, tokenizer)
     phases.check_same_data(args, checkpoint, data_state, data)
+    # Then checkpoints lack weights, which an export reads from --model.
     if plan.lora or plan.trunk.is_in_base:
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
@@ -398,6 +399,7 @@ def make_trainer(
         plan=run.plan,
         schedule=run.schedule,
         batches=batches,
+        # Methods whose rows are prompts evaluate completions instead (`TrainBatches.evaluate`).
         eval_batches=run.batches.evaluation(run.data.val if evaluates_rows else [], args.eval_iters),
         flops=run.batches.flops,
         metric_loggers=metric_loggers,

@@ -140,6 +140,7 @@ class CoreAttention(MegatronModule):
             varlen = varlen and partial(varlen, window=window)
         self.varlen, self.prefix = varlen, prefix
         self.dropout = config.attention_dropout
+        # `cudnn.attend` supports none of these.
         self.prefers_cudnn = prefers_cudnn and window is None and not has_sinks and not self.dropout
         self.packs_with_cudnn = packs_with_cudnn
         k_channels = k_channels or config.kv_channels
@@ -188,6 +189,7 @@ class CoreAttention(MegatronModule):
         elif self.cp_group.size() == 1:
             if attention_mask is not None and self.window is not None:
                 outside = outside_window(query_SBND.size(0), key_SBGD.size(0), self.window, query_SBND)
+                # The mask is True at masked entries, where `outside` is -inf.
                 attention_mask = attention_mask | (outside < 0)
             if attention_mask is None and self.prefers_cudnn and query_SBND.size(0) >= cudnn.LEAST:
                 return cudnn.attend(query_SBND, key_SBGD, value_SBGD, self.softmax_scale).flatten(2)
@@ -261,6 +263,7 @@ class CoreAttention(MegatronModule):
         is_allowed = None
         if attention_mask is not None:
             is_allowed = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask
+        # Shorter rows are within the window of every query, and need no mask.
         elif self.window is not None and num_keys > self.window:
             return self._attend_windows(query_SBND, key_SBGD, value_SBGD, self.window)
         elif num_queries != num_keys:

@@ -133,6 +133,7 @@ def by_kernel(
         value_TNE[None],
         g=log_decay_TN[None],
         beta=beta_TN[None],
+        # The caller has scaled the queries.
         scale=1.0,
         initial_state=states,
         output_final_state=True,

@@ -110,6 +110,7 @@ class TransformerBlock(McoreTransformerBlock):
             if not use_inner_quantization_context:
                 return nullcontext()
             get_context = get_fp8_context if self.config.fp8 else get_fp4_context
+            # megatron-core's contexts count layers from 0 over all stages, and `layer_number` from 1.
             return get_context(self.config, cast(int, layer.layer_number) - 1)
 
         shared = inputs.get("attention_mask")

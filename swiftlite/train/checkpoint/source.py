@@ -52,6 +52,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
             f"--output_dir {run_dir} cannot be created: {error.strerror}", "use a writable directory"
         ) from None
     for path in small_files(hf_model.directory):
+        # config.json is written below; the other describes a quantization, which exports do not have.
         if path.name not in ("config.json", MODELOPT_FILE):
             shutil.copy2(path, source / path.name)
     changes = hf_model.family.config_with(hf_model.config, heads) | quantization_change(hf_model.config)

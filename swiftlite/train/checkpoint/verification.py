@@ -161,6 +161,7 @@ def _check_can_begin(run: Path) -> None:
         UserError: all checkpoints are damaged.
     """
     names = [sorted(path.name for path in run.glob(f"checkpoint-*{DAMAGED}*"))]
+    # As seen by the first rank: a node with another file system must decide alike.
     dist.broadcast_object_list(names)
     if names[0] and not num_restarts():
         raise UserError(

@@ -117,6 +117,7 @@ def mismatch_of(old_BS: torch.Tensor, engine_BS: torch.Tensor, tokens: LabeledTo
     if policy.mismatch_mode == "none":
         return torch.ones_like(old_BS)
     difference_BS = (old_BS - engine_BS).nan_to_num(0.0)
+    # For example token_truncate, or sequence_mask.
     level, treatment = policy.mismatch_mode.split("_")
     if level == "sequence":
         difference_BS = tokens.per_token(tokens.sums(difference_BS))
