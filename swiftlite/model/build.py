@@ -312,6 +312,7 @@ def sharing_of(architecture: Architecture, layout: ParallelLayout, per_stage: Se
     tp = layout.tensor_model_parallel_size
     return Sharing(
         [architecture.cross_layer_reads(end) for end in accumulate(per_stage[:-1])],
+        # Each tensor-parallel rank sends the keys of its own heads to the same rank of the next stage.
         {number: (attention.groups // tp, attention.head_dim) for number, attention in attentions.items()},
         architecture.outside.own_inputs,
         architecture.outside.hidden,

@@ -259,6 +259,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             return states
 
         def rotary(offset: int) -> torch.Tensor:
+            # Only unrolled heads and blocks have an offset; without one, the heads share the trunk's.
             return self.rotary_emb(inputs, offset) if offset else rotary_emb
 
         input_SBH = states.head_input(self.heads.reads_state)
@@ -272,6 +273,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             placed=mtp_placed,
             drafted=inputs.drafted,
         )
+        # Without the state before the norm and the features, which no later stage reads.
         return StageStates(states.trunk_SBH, heads_SBH=heads_SBH)
 
     @torch.no_grad()
@@ -548,6 +550,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         inputs = DraftInputs(
             hidden_SBH, embed, ids, embed_token, rotary, packed_seq_params, tokens, cache, self.drafting, drafted
         )
+        # A class method of all layers, because MTP heads are a chain of layers.
         return type(layers[0]).draft(layers, inputs)
 
     def _embed_for_head(

@@ -240,6 +240,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
                 packed_seq_params=packed_seq_params,
                 padding_mask=tokens_of_step,
             )
+            # The output layer reads this one; which of the two the next step reads depends on the engine.
             after_norm_SBH = super()._postprocess(before_norm_SBH)
             states_SBH.append(after_norm_SBH)
             hidden_SBH = after_norm_SBH

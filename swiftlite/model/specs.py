@@ -361,6 +361,7 @@ def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
     modules = replace(parts.modules, core_attention=parts.modules.draft_attention)
     block: Any = decoder_layer_spec(layer, modules)
     block.submodules.input_layernorm = ModuleSpec(module=PairNorm, params={"norm": modules.norm})
+    # Not `ResidualRMSNorm`: behind a `PairNorm`, `ResidualLayer` runs megatron-core's forward, which expects one tensor.
     block.submodules.pre_mlp_layernorm = modules.norm
     block.submodules.self_attn_bda = add_to_state
     block.submodules.self_attention.params["input_size"] = 2 * layer.attention.hidden

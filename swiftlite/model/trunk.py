@@ -447,6 +447,7 @@ class StreamedTrunk:
             reading = self._start_reading(0, files, reader)
             for number in range(self.num_layers):
                 read = reading.result()
+                # Before `use`, so that the thread reads while this layer computes.
                 if number + 1 < self.num_layers:
                     reading = self._start_reading(number + 1, files, reader)
                 use(number, read)

@@ -166,6 +166,7 @@ class FilePart(Iterator[StreamRow]):
             known, position = self._known.get(number), Position(number)
             for row in file.unparsed_rows():
                 position = position.after(row.content())
+                # The digest after this row covers all rows before it.
                 if known and position.num_rows == known.num_rows and position != known:
                     raise _changed(f"--dataset {file.name}")
                 yield StreamRow(row.parse, f"{file.name}:{row.line}", position)
@@ -412,6 +413,7 @@ class Stream(Iterator[StreamSample]):
             hint = f"use --resume --max_bad_rows {self._num_bad} to skip it, but no bad row after it"
             if encoded.bad and encoded.bad.hint:
                 hint = f"{encoded.bad.hint}\n    {hint}"
+        # All readers raise the same error, whose text only the row's reader has.
         owner = self._readers.owner(row)
         raise UserError(self._readers.say(owner, problem), self._readers.say(owner, hint))
 

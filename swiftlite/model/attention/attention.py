@@ -319,6 +319,7 @@ class CoreAttention(MegatronModule):
         *queries, padding = query_T1ND.split(cache.lengths(len(query_T1ND)))
         parts = []
         for span, query in zip(cache.spans, queries, strict=True):
+            # Up to the end of the span, whatever other rows have in the cache.
             seen = slice(first_in_window(0, span.start, self.window), span.end)
             key_S1GD = key_BCGD[span.row, seen].unsqueeze(1)
             value_S1GD = value_BCGD[span.row, seen].unsqueeze(1)

@@ -243,6 +243,7 @@ def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
     rest = channels[..., num_rotary:]
     if rest.size(-1):
         channels = channels[..., :num_rotary]
+    # By half of the channels: i and i + R / 2 change places.
     swapped = channels.roll(num_rotary // 2, dims=-1)
     rotated = (channels * cosine + swapped * sine).to(channels.dtype)
     if not rest.size(-1):

@@ -171,6 +171,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         parts = []
         for expert, own, part in zip(self.local_experts, tokens.split(counts), output.split(counts), strict=True):
             module = getattr(expert, linear)
+            # The grouped product does not call the modules, so their hooks are called here.
             for hook in module._forward_hooks.values():
                 part, _ = hook(module, (own,), (part, None))
             parts.append(part)

@@ -330,6 +330,7 @@ def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], se
     for chunk in chunks:
         shards = {shard.name: shard for shard in placement.shards_of([chunk])}
         linear: Any
+        # A list, because adapters become modules of the chunk in the loop.
         for name, linear in list(chunk.named_modules()):
             full_name = placement.global_name(f"{name}.weight", chunk)
             if full_name in layers:

@@ -157,6 +157,7 @@ class _Group:
 
     def __call__(self, hidden_states: torch.Tensor, *tensors: torch.Tensor) -> Any:
         """Return the state, and if layers share states, a tuple of the state and the new keys and values."""
+        # In the backward pass, the arguments are detached copies, whose gradients the checkpoint returns.
         inputs, shared = dict(self.inputs), None
         if self.deepstack is not None:
             inputs["padding_mask"] = replace(self.deepstack, features_SBH=tensors)

@@ -64,6 +64,7 @@ class ResidualLayer(TransformerLayer):
         output_SBH, bias = self.self_attention(normed_SBH, attention_mask, **of_attention)
         if bias is not None:
             output_SBH = output_SBH + bias
+        # The norm adds attention's output to the state, in the same kernel.
         hidden_SBH, normed_SBH = self.pre_mlp_layernorm(hidden_SBH, output_SBH)
         mlp = partial(self.mlp, padding_mask=padding_mask)
         if self.recompute_mlp:

@@ -56,6 +56,7 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
         if plan.packing == "step":
             entries = list(itertools.islice(self._stream, plan.global_batch_size))
             schedule = self._batches.schedule([entry.length for entry in entries])
+            # For all ranks, because senders and receivers must agree on the assignment.
             rank_batches = []
             for rank in range(plan.data_parallel_size):
                 rank_batches.append([indices.tolist() for indices in schedule.rank(rank)])

@@ -156,6 +156,7 @@ def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
     """
     tensors = {}
     owners = _owners(slots)
+    # Keys only pair tensors with slots; names in files are those of the parameters (`_like`).
     for number, (slot, sharded) in enumerate(_placed(slots, model_state)):
         for kind in slot.kinds:
             if slot.group is None:

@@ -70,6 +70,7 @@ def _damage_without_digests(checkpoint: Path) -> str:
             return f"{MANIFEST_FILE} is missing"
         CheckpointState.read(checkpoint)
         check_metadata(checkpoint)
+    # No damage: the files may be whole.
     except PermissionError:
         raise
     except UserError as error:

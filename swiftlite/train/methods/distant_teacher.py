@@ -152,6 +152,7 @@ def _divide_output(
     (senders, receivers), rank = ranks, dist.get_rank()
     whole = None
     if rank in senders.values():
+        # Gathered and divided again, because the two models can have different tensor-parallel sizes.
         own_VH = chunks[-1].output_layers.of_trunk().weight_VH.detach()
         parts = [torch.empty_like(own_VH) for _ in range(mesh.tp.size())]
         dist.all_gather(parts, own_VH.contiguous(), group=mesh.tp)

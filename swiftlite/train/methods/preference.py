@@ -137,6 +137,7 @@ def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
             mean_P2 = scores.mean_P2
             return _smoothed(beta * (mean_P2[:, 0] - mean_P2[:, 1]) - preference.simpo_gamma, smoothing)
         case "orpo":
+            # log p - log(1 - p); log1p keeps the digits of 1 - p where p is small.
             log_odds_P2 = scores.mean_P2 - torch.log1p(-scores.mean_P2.exp())
             return -beta * logsigmoid(log_odds_P2[:, 0] - log_odds_P2[:, 1])
         case "kto":

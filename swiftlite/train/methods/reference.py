@@ -120,6 +120,7 @@ class Reference:
         chunks = self.open()
         answers: Answers = {}
         for keys, pairs in slices(pair_at, missing):
+            # On ranks outside of the mesh, memory for the broadcast.
             numbers = torch.zeros(len(keys), 2, device=self.mesh.device.torch_device)
             if self.mesh.is_here:
                 numbers = log_probabilities(chunks, self.mesh, self.batches, pairs)
