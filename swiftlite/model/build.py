@@ -221,6 +221,7 @@ def build_model(
             settings=used.mcore_config,
         )
         rotary_pos_emb = _rotary_embedding(architecture, mcore_config.get("hf_rope", hf_config), mesh, dtype)
+        # megatron-core's MTP layers and experts read its global process groups when they are built.
         with mesh.active():
             stage = _stage(config, architecture, mesh, vp_stage, used, drafter)
             chunk = GPTModel(config, used, stage, architecture.outside, rotary_pos_emb, mesh.groups)
@@ -276,6 +277,7 @@ def _stage(
         num_deepstack = architecture.tower.num_deepstack
         per_stage_sent = tower_outputs_sent(layout, config.num_layers, heads.drafts, num_deepstack)
         sent_outputs = SentOutputs(per_stage_sent, stage, 1 + num_deepstack)
+        # Only here: its outputs are sent on to the stages that read them.
         if stage == 0:
             tower = TOWERS[type(architecture.tower)](architecture.tower, config)
     follows_norm = first_layer == config.num_layers

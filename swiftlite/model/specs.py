@@ -108,6 +108,7 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     if attention.keeps_keys:
         module = KeepingAttention
     if attention.key_layer is not None:
+        # A projection to queries only: keys and values are those of `key_layer`.
         module, column = ReadingAttention, with_channels(column, None, attention.heads * attention.head_dim)
         params |= {"key_layer": attention.key_layer, "keys_are_values": False, "value_norm": False}
         k_norm = IdentityOp
@@ -129,6 +130,7 @@ def _latent(attention: LatentAttention, modules: Modules) -> ModuleSpec:
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     module, core_attention = MLASelfAttention, modules.core_attention
     if attention.indexer is not None:
+        # The same kernels, in a class that also computes calls of a `SparseAttention`.
         module, core_attention = SparseAttention, replace(core_attention, module=sparse_core(core_attention.module))
         params["sizes"] = attention.indexer
     return ModuleSpec(
@@ -339,6 +341,7 @@ def _mtp_layer(parts: DrafterParts) -> ModuleSpec:
     if drafting.chains_before_norm and not is_unrolled:
         output_norm = ModuleSpec(module=modules.norm_returning_input)
     if parts.architecture.outside.heads_share_final_norm:
+        # `GPTModel._complete_heads` gives it the trunk's final norm.
         output_norm = ModuleSpec(module=SharedNorm, params={"norm": modules.norm})
     return ModuleSpec(
         module=layer_class,
@@ -361,7 +364,7 @@ def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
     modules = replace(parts.modules, core_attention=parts.modules.draft_attention)
     block: Any = decoder_layer_spec(layer, modules)
     block.submodules.input_layernorm = ModuleSpec(module=PairNorm, params={"norm": modules.norm})
-    # Not `ResidualRMSNorm`: behind a `PairNorm`, `ResidualLayer` runs megatron-core's forward, which expects one tensor.
+    # Not `ResidualRMSNorm`: with a `PairNorm`, `ResidualLayer` runs megatron-core's forward, which expects a tensor.
     block.submodules.pre_mlp_layernorm = modules.norm
     block.submodules.self_attn_bda = add_to_state
     block.submodules.self_attention.params["input_size"] = 2 * layer.attention.hidden

@@ -402,6 +402,7 @@ class StreamedTrunk:
                 place = None if is_feature or is_last_input else states_SBH[index]
                 states_SBH[index] = store(self._run(read.layer, hidden_SBH, batch), place)
             computed.append(self._transfers.mark())
+            # The layer before, not this one: the queue of the GPU is never empty, and at most two layers long.
             if number and (layer_before := computed[number - 1]):
                 layer_before.synchronize()
             self._progress.show(number + 1, f"computed for a group of {len(group)} micro-batches")

@@ -144,7 +144,7 @@ class HiddenStateCache:
             if streamed.ends_group:
                 self._add(on_host)
                 on_host.clear()
-        # Data-parallel ranks read each other's records in the first step.
+        # In steps, data-parallel ranks read each other's records.
         dist.barrier()
 
     def _missing(self, batches: Batches, rows: SampleRows, held_out: SampleRows) -> Iterator[Batch]:

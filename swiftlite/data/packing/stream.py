@@ -260,6 +260,7 @@ class Stream(Iterator[StreamSample]):
         self._num_kept: list[int] = list(state["num_kept"])
         self._num_bad: int = state["num_bad"]
         read_before = [(number, bytes.fromhex(digest)) for number, digest in state.get("files", ())]
+        # Files that were read must stay in --dataset; the others may be left out.
         if any(number for number, _ in read_before[len(files) :]):
             raise _changed("--dataset")
         # Up to which row each file was read, of those whose samples were returned.

@@ -263,7 +263,7 @@ class CoreAttention(MegatronModule):
         is_allowed = None
         if attention_mask is not None:
             is_allowed = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask
-        # Shorter rows are within the window of every query, and need no mask.
+        # Shorter rows are within the window of every query, and are computed like causal ones.
         elif self.window is not None and num_keys > self.window:
             return self._attend_windows(query_SBND, key_SBGD, value_SBGD, self.window)
         elif num_queries != num_keys:

@@ -62,7 +62,7 @@ def gated_delta_rule(
     # [M, N, C]: log of the decay from the beginning of the chunk up to and including each token.
     faded = decay.cumsum(dim=-1)
     # [M, N, C, C]: decay from token j to token i; 0 if j is after i.
-    # The first `tril` because above the diagonal, exp would be infinite, and its gradient 0 * inf NaN.
+    # The first `tril` because above the diagonal, exp can be infinite, and its gradient 0 * inf NaN.
     left = (faded[..., :, None] - faded[..., None, :]).tril().exp().tril()
     # The correction of token i is its value minus the value that the state maps its key to. Each earlier token j of the
     # chunk contributes beta_i * left[i, j] * (k_i k_j) to the latter: a triangular system with ones on the diagonal.

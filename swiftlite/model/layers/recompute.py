@@ -123,6 +123,7 @@ class TransformerBlock(McoreTransformerBlock):
             else:
                 made = group(hidden_states, *group.tensors)
             if isinstance(shared, SharedStates):
+                # Results of the checkpoint, so that the gradients of later layers reach them.
                 made, *keys = made
                 shared.add_keys(group.numbers, keys)
             hidden_states = made

@@ -127,7 +127,7 @@ class TrunkTarget:
         share_C1: torch.Tensor | None = None,
     ) -> Results:
         """Return the distances [C] of a chunk, as `LabelTarget.loss_`."""
-        # Computed for each chunk again: logits of all positions would take N x V, which chunks are there to avoid.
+        # For each chunk separately: logits of all positions would take the memory that chunks save.
         trunk_CV = capped(self.trunk_NH[rows] @ self.output_VH.t(), self.cap)
         overlap_C = None
         if self.overlap_N is not None and share_C1 is None:

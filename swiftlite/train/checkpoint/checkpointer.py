@@ -290,6 +290,7 @@ def load_checkpoint(
             divided = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), mesh.dp_cp)
             loaded: Any = dist_checkpointing.load(tensors, str(checkpoint), divided)  # pyright: ignore[reportArgumentType]
     except (*_DAMAGES, RuntimeError) as error:
+        # Others, such as those of NCCL, say nothing about the files.
         if isinstance(error, RuntimeError) and _OF_TORCH_READER not in str(error):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -265,13 +265,14 @@ class PolicyObjective(HeadObjective):
         if policy.teacher_kl_coef:
             teacher_kl_BS = teacher_kl_of(old_BS, extras[TEACHER.name])
             advantage_BS = advantage_BS - policy.teacher_kl_coef * teacher_kl_BS
+        # As in TRL, the weight is not that of the KL term.
         loss_BS = token_losses(log_p_BS, ratio_BS, advantage_BS, policy) * weight_BS
         kl_BS = torch.zeros_like(loss_BS)
         if policy.beta:
             kl_BS = kl_of(log_p_BS, extras[REFERENCE.name], ratio_BS, policy)
             loss_BS = loss_BS + policy.beta * kl_BS
         if policy.divides_by_lengths:
-            # Padding has no length: 0 / 0 would be NaN, which the mask of targets does not remove.
+            # The length of padding is 0. Divided by it, a loss would be NaN, which the mask of targets does not remove.
             loss_BS = loss_BS / tokens.per_token(tokens.lengths_N).clamp(min=1)
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length
