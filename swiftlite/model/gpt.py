@@ -577,7 +577,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if not self.config.sequence_parallel:
             return tensor
         tp = self.pg_collection.tp
-        # Contiguous parts, as embeddings are scattered (`tensor_parallel/mappings.py: _split_along_first_dim`).
+        # Contiguous parts, as embeddings are scattered (tensor_parallel/mappings.py: `_split_along_first_dim`).
         return tensor.chunk(tp.size())[tp.rank()]
 
     # Method 4: the output layer and the losses

@@ -149,7 +149,7 @@ class ComputedTrunk:
     ) -> None:
         """Run micro-batches through the model."""
 
-        # megatron-core's block calls layers with keyword arguments (`transformer_block.py: TransformerBlock.forward`).
+        # megatron-core's block calls layers with keyword arguments (transformer_block.py: `TransformerBlock.forward`).
         def see_input(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             for observer in observers:
                 observer.see_last_input(kwargs["hidden_states"])

@@ -130,7 +130,7 @@ def token_loss(
             parts = logits_NV.split(MAX_POSITIONS)
             entropy_N = torch.cat([entropy(part_NV, sharing(tp_group)) for part_NV in parts])
     # Shape [1, N] for megatron-core's [S, B]; the loss does not depend on the arrangement.
-    # Last: it overwrites float32 logits (`tensor_parallel/cross_entropy.py: calculate_predicted_logits`).
+    # Last: it overwrites float32 logits (tensor_parallel/cross_entropy.py: `calculate_predicted_logits`).
     loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], selected.label_N[None])[0]
     return laid_out(loss_N, prediction_N, selected, entropy_N)
 

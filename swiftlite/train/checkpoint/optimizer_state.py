@@ -120,7 +120,7 @@ class Slot:
                 self.inner.state_of(self.main)["step"].fill_(step)
         elif isinstance(self.inner, torch.optim.Adam) and self.main is not None:  # or its subclass AdamW
             is_fused = self.inner.param_groups[0].get("fused")
-            # Where `torch/optim/adam.py: _init_group` puts it: on the device only for the fused kernel.
+            # Where `_init_group` of torch/optim/adam.py puts it: on the device only for the fused kernel.
             device = self.main.device if is_fused else torch.device("cpu")
             self.inner.state[self.main]["step"] = torch.tensor(float(step), device=device)
         else:  # the FusedAdam of Transformer Engine and Apex has one counter per group

@@ -89,7 +89,7 @@ def mean_over_labels(
     # Of this rank's part of the rows: `finalize_model_grads` sums the numbers over data- and context-parallel ranks.
     num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
     sums = statistics.depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
-    # Integers, because the schedules add them to an int32 total in place (`schedules.py: total_num_tokens`).
+    # Integers, because the schedules add them to an int32 total in place (`total_num_tokens` of schedules.py).
     number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
     return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
 
