@@ -142,6 +142,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     if data.has_images:
         logger.info("rows with images: the vision tower is computed; the run trains %s", trainable.words)
     flops = flops_of(args, plan, hf_model, trainable)
+    # Without a pad token, any token will do, because padding is masked.
     batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops, extras)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))

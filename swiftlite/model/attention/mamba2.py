@@ -48,6 +48,7 @@ class Mamba2(RecurrentAttention):
         self.sizes = sizes
         self.groups = sizes.groups // pg_collection.tp.size()
         self.heads_per_group = sizes.heads // sizes.groups
+        # Over all ranks: the linear layers divide them.
         inner, of_groups = sizes.widths(Rank())
         self.in_proj_zxbcdt = self._projection(2 * (inner + of_groups) + sizes.heads)
         self.out_proj = self._output_projection(inner)

@@ -160,6 +160,7 @@ class _Merged(torch.autograd.Function):
         if sinks_N is not None:
             # A sink has the value 0, so only its part in the normalization is left.
             grad_sinks = -((sinks_N - lse_TN).exp() * shared_TN).sum(0).to(sinks_N.dtype)
+        # The gradients of all keys are summed before they are rounded.
         grad_query = grad_query.to(lse_TN.dtype)
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         grad_keys, grad_values = [], []

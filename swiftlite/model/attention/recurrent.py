@@ -71,6 +71,7 @@ class RecurrentAttention(KeepsPrecision, MegatronModule):
     def _convolution(self, channels: int, kernel: int, *, bias: bool = False) -> nn.Conv1d:
         """Return the convolution of each of a number of channels, which ranks split, over `kernel` tokens."""
         local, dtype = channels // self.pg_collection.tp.size(), self.config.params_dtype
+        # For its parameters only: `causal_conv1d` computes the sequences of packed rows.
         conv = nn.Conv1d(local, local, kernel, groups=local, bias=bias)
         conv.weight = split_over_ranks(torch.empty(local, 1, kernel, dtype=dtype))
         if bias:

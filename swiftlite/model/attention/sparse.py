@@ -135,6 +135,7 @@ class _Pass:
         selects = longest > module.topk and not (module.config.indexer_is_alone and module.training)
         selected: list[torch.Tensor | None] = [None] * len(places)
         index = None
+        # In decoding always: its keys must be in the cache when a row becomes longer than `topk`.
         if module.indexer is not None and (selects or kept is not None or self.learns):
             index = self._index(module.indexer, lengths, group)
         if selects and index is not None:

@@ -128,6 +128,7 @@ def sums_products_in_float32(dtype: torch.dtype) -> bool:
         torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
     except (RuntimeError, TypeError):
         return False
+    # One, and the sum of 16 products of ones.
     return bool((total == 17).all())
 
 
@@ -175,6 +176,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return embeddings [B, S, H] of token ids [B, S]; with sequence parallelism, this rank's part [S, B, H]."""
         learns = self.weight.requires_grad and torch.is_grad_enabled()
+        # `index_add_` in the backward pass adds in varying order on a GPU.
         if not (self.gradient_accumulation_fusion and learns) or self.deterministic_mode:
             return super().forward(input_)
         part = self._rows(input_)

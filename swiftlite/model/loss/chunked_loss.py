@@ -337,6 +337,7 @@ class _Logits:
         if self.frozen_VH is None:
             return states_NH @ self.weight_VH.t()
         frozen_NH, trained_NH = self._split(states_NH)
+        # In place, without a second tensor of the logits' size.
         return (frozen_NH @ self.frozen_VH.t()).addmm_(trained_NH, self.weight_VH.t())
 
     def put_gradient_(self, grad_CV: torch.Tensor, grad_CH: torch.Tensor) -> None:
@@ -423,6 +424,7 @@ class _WeightedLoss(torch.autograd.Function):
             compute(rows)
         # The single losses are only for metrics: the matrix has its gradient of their weighted sum already.
         ctx.mark_non_differentiable(loss_N, prediction_N)
+        # What `main_grad` has already is not returned a second time.
         ctx.save_for_backward(grad_NH, None if sum_VH is main_grad_VH else sum_VH)
         ctx.weight_VH, ctx.group, ctx.returns_gradient = weight_VH, logits.group, returns_gradient
         return (loss_N * share_N1[:, 0]).sum(), loss_N, prediction_N

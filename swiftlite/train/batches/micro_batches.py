@@ -106,6 +106,7 @@ class Batches:
             sizes[here] = _sizes_of(rows.samples[here], multiple)
         if isinstance(rows.rows, PackedRows) and len(rows):
             sizes = np.add.reduceat(padded(sizes, multiple)[rows.rows.order], rows.rows.offsets[:-1])
+        # `collate` gives rows without tokens one token of padding.
         return padded(np.maximum(sizes, 1), self.plan.row_multiple).astype(np.int32)
 
     def train(self, rows: SampleRows, sampler: Sampler, step: int) -> MicroBatches:

@@ -142,6 +142,7 @@ class StreamedBatches:
         assignment = []
         for batches in rank_batches:
             assignment.append([number_of[index] for index in itertools.chain(*batches)])
+        # In the order in which `exchange` numbers them.
         own = self.stream.take(entries[index] for index in by_owner)
         # In the order of this rank's assignment, which lists micro-batch after micro-batch.
         arriving = iter(exchange(own, lengths, assignment, group, self.mesh.device.torch_device))

@@ -74,6 +74,7 @@ def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
         batch: this rank's part of the micro-batch.
     """
     log_p_N, tokens_N = log_probabilities_of(loss_BS, batch, mesh)
+    # The preferred answer of a pair is followed by the rejected one.
     return Scores(log_p_N.view(-1, 2), tokens_N.view(-1, 2), batch.extras[REFERENCE.name].view(-1, 2))
 
 
