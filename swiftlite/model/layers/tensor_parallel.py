@@ -119,8 +119,8 @@ def can_add_product(weight: Any, options: dict[str, Any]) -> bool:
 def sums_products_in_float32(dtype: torch.dtype) -> bool:
     """Return whether a GPU kernel can add a product of matrices of this dtype to a float32 matrix.
 
-    torch supports this only on CUDA (`addmm` with `out_dtype`) and not in every build, so it is tried once on 1 x 1
-    matrices.
+    torch supports this only on CUDA (`addmm` with `out_dtype`) and not in every build, so it is tried once on
+    small matrices.
     """
     one = torch.ones(16, 16, dtype=dtype, device="cuda")
     total = torch.ones(16, 16, device="cuda")
