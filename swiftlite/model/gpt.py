@@ -731,7 +731,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _embedding_multiplier(outside: Outside, dtype: torch.dtype) -> float:
-    # Rounded like the buffer of transformers' embedding module: in bfloat16, 55.4256 (Gemma 3, 3072 ** 0.5) is 55.5.
+    # Rounded like the buffer of transformers' embedding module: in bfloat16, 50.596 (2560 ** 0.5, Gemma 3 4B) is 50.5.
     if outside.multiplies_in_embedding:
         return torch.tensor(outside.embedding_multiplier, dtype=dtype).item()
     return outside.embedding_multiplier

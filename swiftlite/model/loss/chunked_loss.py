@@ -410,7 +410,7 @@ class _WeightedLoss(torch.autograd.Function):
         loss_N, prediction_N, grad_NH = _results(states_NH, ctx.needs_input_grad[0])
         main_grad_VH: Any = getattr(weight_VH, "main_grad", None)
         sum_VH = main_grad_VH
-        # Over chunks, sums in bfloat16 would lose small terms, so others are converted once, at the end.
+        # A sum over chunks in bfloat16 would lose small terms, so it is float32, and converted once at the end.
         if main_grad_VH is None or main_grad_VH.dtype != torch.float32:
             sum_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
