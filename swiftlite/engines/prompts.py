@@ -67,6 +67,8 @@ class ImagePrompt(Sequence[int]):
         """Return a sample of the prompt and an answer, whose labels are the answer."""
         items = PromptItems(item=self.extras[ITEM].tolist(), axes=self.extras[AXES].tolist())
         positions = range(len(self) + len(answer))
+        # The answer continues the positions of the prompt, as decoding does, so that training sees what the engine
+        # computed.
         item = np.array([items.item_of(position) for position in positions])
         axes = np.array([items.axes_of(position) for position in positions])
         weights = [0.0] * len(self) + [1.0] * len(answer)

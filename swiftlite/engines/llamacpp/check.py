@@ -103,6 +103,7 @@ def _compare(url: str, template: ChatTemplate, text: str, whole: list[int] | Non
     request = {"content": text, "parse_special": True, "add_special": whole is not None}
     theirs = json.loads(post(url, "/tokenize", request))["tokens"]
     if mine != theirs:
+        # The first difference, with some text around it: a pre-tokenizer that is wrong differs at a few places only.
         place = next((n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), len(mine))
         around = template.tokenizer.decode(mine[max(0, place - 2) : place + 3])
         yield f"other tokens than the HF tokenizer at {around!r} in {clip(repr(text), 100)}"

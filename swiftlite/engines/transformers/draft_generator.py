@@ -148,6 +148,7 @@ class DraftGenerator(CandidateGenerator):
         for number in range(self._steps.num_tokens):
             logits = self._steps.logits(number, ids)
             if self._logits_processor is not None:
+                # In float32, as for the trunk: both distributions are compared in the verification.
                 logits = self._logits_processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
             draft = self._draft(logits)
             ids = torch.cat((ids, draft[None]), dim=1)

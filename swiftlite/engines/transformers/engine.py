@@ -129,6 +129,7 @@ class TransformersEngine:
         generator = torch.Generator(self._decoder.device)
         completions = []
         for place, prompt in enumerate(prompts):
+            # Per prompt, so that an answer does not depend on the length of the answers before it.
             generator.manual_seed(sampling.seed_of(place))
             completions.append(self._complete(prompt, sampling, generator))
             if on_answer:
@@ -329,6 +330,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         model_class, options["config"] = resolve_name(model.family.serving.transformers)(model)
     else:
         options["trust_remote_code"] = config.trust_remote_code
+    # Tensors are then read here: decoded as in training, with the names of the language model without its wrapper.
     if format_of(model.config) or is_wrapped(model.family):
         model_class, options["config"] = _unquantized_class(model_class, model, options)
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
@@ -342,6 +344,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         logging.set_verbosity(verbosity)
         if shows_progress:
             logging.enable_progress_bar()
+    # transformers only logs missing tensors, and this log is off above.
     if loaded["missing_keys"]:
         raise UserError(
             f"{model.directory}: missing tensors:\n  " + "\n  ".join(some(sorted(loaded["missing_keys"]))),
@@ -391,6 +394,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
             name = text_name(key) if is_wrapped(family) else key
             tensor = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
             checkpoint.read_into(tensor, key, (slice(None),) * len(entry.shape))
+            # Only experts that the files have in a stack: transformers converts names of single experts itself.
             is_part = stack_name(key) in checkpoint.stored and key not in checkpoint.stored
             (parts if is_part else tensors)[name] = tensor
     return stack_as_in_files(tensors) | stack(parts)

@@ -106,6 +106,7 @@ def load_assistant(model: HfModel, decoder: Any) -> Gemma4Assistant:
     with Checkpoint(model.directory) as checkpoint:
         names = shapes_of(model.family.head_rows(model.config, 0))
         tensors = {name.removeprefix(PREFIX): checkpoint.read(name) for name in names}
+    # Files leave out the tied copy, and strict loading requires it.
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     network.load_state_dict(tensors, strict=True)
     network.tie_weights()
@@ -120,6 +121,7 @@ class AssistantSteps(DraftSteps):
         (assistant,), (cache,) = self._heads, self._caches
         new = states[:, : ids.shape[1] - 1 - cache.get_seq_length()]
         assistant.remember(new, cache, self._decoder.rotary_emb)
+        # The first part of `fused` is the trunk's state; its inputs of layers follow.
         self._state = new[:, -1:, : assistant.network.post_projection.out_features]
 
     def logits(self, number: int, ids: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,8 @@ class MtpHead(nn.Module):
     ):
         super().__init__()
         size, norm = decoder.config.hidden_size, final_norm(decoder)
+        # Copies of the trunk's norm, because norms of families differ (Gemma's multiply with 1 + w). All weights are
+        # read later.
         self.enorm = deepcopy(norm)
         self.hnorm = deepcopy(norm)
         self.final_layernorm = deepcopy(norm)
@@ -188,6 +190,7 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
             # In the order of megatron-core: [hidden, embedding] of MiMo becomes [embedding, hidden].
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): joined(row, checkpoint.read) for row in frame}
             if outside.heads_share_final_norm:
+                # Files of ERNIE have no output norm of heads; in training, it is the trunk's.
                 state["final_layernorm.weight"] = final_norm(decoder).weight
             layer = read_layer(model, checkpoint, model.family.mtp.block(model.config, index))
             head = MtpHead(decoder, **layer_options(model), output_size=output_size)

@@ -126,6 +126,7 @@ class Service:
         return self._answer("chat.completion", choices)
 
     async def _complete(self, ids: list[int], content: dict[str, Any]) -> dict[str, Any]:
+        # An id outside of the embedding would end the process on a GPU, not only the request.
         for token in ids:
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"token {token} has no embedding")
@@ -146,6 +147,7 @@ class Service:
         )
         begin = time.perf_counter()
         async with self._turn:
+            # In a thread, so that the server answers /health and /metrics while it generates.
             (completion,) = await asyncio.to_thread(self._engine.generate, [ids], sampling)
         seconds = time.perf_counter() - begin
         self._throughput = Throughput(
