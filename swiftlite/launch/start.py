@@ -194,6 +194,7 @@ def start(processes: Processes, argv: list[str], restarts: Restarts | None = Non
     Raises:
         UserError: MASTER_PORT is in use on node 0.
     """
+    # Only node 0 listens there. torchrun would report a taken port after it has imported torch, with a traceback.
     if processes.node_rank == 0 and (processes.has_several_nodes or processes.master_port is not None):
         _refuse_taken_port(processes.master_port or DEFAULT_MASTER_PORT)
     env = dict(os.environ)

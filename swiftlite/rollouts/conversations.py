@@ -299,6 +299,8 @@ class Conversations:
         sampling, max_tokens = generating.sampling, request["max_tokens"]
         try:
             new = episode.new_messages(request["messages"])
+            # The first call has the prompt's messages only; a later one must add a message, which the answer replies
+            # to.
             if bool(new) != bool(episode.ids):
                 expected = "messages after the last answer" if episode.ids else "the messages of the prompt"
                 raise RowError("messages", f"of a call of generate must be {expected}")

@@ -124,6 +124,8 @@ class _Episodes(Server):
     async def _report(self) -> None:
         """Say regularly that the event loop is not blocked."""
         while True:
+            # Set again while the loop runs; if it is blocked, nothing sets it again, and the process ends with a
+            # traceback.
             self.limit_time(BLOCKED * self.seconds)
             if any(episode.computes for episode in self.episodes):
                 self.send({})
@@ -182,6 +184,7 @@ class _Episode:
                     arguments = server.rollout.arguments({**self._row, "generate": self._generate})
                     done = await server.rollout.function(**arguments)
             result = {"done": done}
+            # Here, where an error counts as one of the episode; in `send` it would end the process.
             json.dumps(result)
         except BaseException as error:  # also sys.exit()
             result = failure_of(error)

@@ -82,6 +82,7 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
     """
     policies = {}
     if args.beta and is_base_of_adapters(args, run.plan.lora):
+        # Without a second model in memory: the trunk is frozen under its adapters.
         policies["reference"] = base_of_adapters(run)
     elif args.beta:
         model, flag = run.ref_model or run.hf_model, "--ref_model" if run.ref_model else "--model"

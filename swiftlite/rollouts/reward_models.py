@@ -95,6 +95,7 @@ def open_reward_models(run: Run, args: GrpoArgs) -> list[RewardModel]:
         tokenizer = load_tokenizer(directory, trust_remote_code=args.trust_remote_code)
         chunks, mesh = open_frozen(run, model, layout, f"--reward_model {directory}")
         pad: Any = tokenizer.pad_token_id
+        # The pad token is that of the reward model's own tokenizer, with which its rows are tokenized.
         batches = replace(batches_of(run, mesh), pad_token_id=pad, extras=(LAST,))
         models.append(RewardModel(directory, tokenizer, chunks, mesh, batches))
     return models
@@ -163,5 +164,6 @@ class RewardsWithModels:
         with handled_later():
             ask_other_ranks(rows)
             found = all_scores(self.models, rows)
+        # In the order of --reward_weights: functions, models, servers.
         rewards = [*scored.rewards[: self.num_functions], *found, *scored.rewards[self.num_functions :]]
         return replace(scored, rewards=rewards)

@@ -88,6 +88,7 @@ class Tools:
             is_late = is_late or "late" in outcome
             self.num_calls += 1
             self.num_failures += "error" in outcome
+            # The model reads the error and can correct its call, as in TRL.
             content = outcome.get("result", str({"error": outcome.get("error")}))
             messages.append({"role": "tool", "name": clip(name, 100), "content": content})
         return messages

@@ -85,6 +85,7 @@ def load_scored_prompts(args: GrpoArgs, encoder: Encoder, vocab_size: int) -> Da
     Raises:
         UserError: the prompts or the reward functions cannot be used.
     """
+    # First, because loading data can take minutes, and a wrong address would be reported only after that.
     check_servers(args)
     with ExitStack() as stack:
         rewards = reward_process(args)
@@ -116,6 +117,7 @@ def with_tools(encoder: Encoder, schemas: list[dict[str, Any]]) -> Encoder:
         UserError: the template does not support tools or several answers.
     """
     given: Any = encoder
+    # Only for its checks: a template without tools should end the run before the model is read.
     Turns(given.template, schemas, ())
     parse = given.parse
     if isinstance(parse, WithColumns):
@@ -150,6 +152,7 @@ def open_rollouts(run: Run) -> TrainBatches:
         opened = _Opened(run, args, stack)
         if files.reads_only:
             on_first_rank(lambda: check_stored(files, -(-run.schedule.steps // files.steps)))
+        # On the first rank alone, which is the only one that draws; the others get completions as arrays.
         on_first_rank(lambda: opened.open())
         models = open_reward_models(run, args)
         if models and opened.drawing is not None:
@@ -162,6 +165,7 @@ def open_rollouts(run: Run) -> TrainBatches:
             reward_models=models,
             held_out=held_out_prompts(run, args),
             files=files,
+            # From here on the run closes them; an error in the lines above closes them at once.
             resources=stack.pop_all(),
         )
     evaluate = rollouts.evaluate if rollouts.held_out else None
