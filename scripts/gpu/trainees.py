@@ -30,6 +30,7 @@ from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.batches.train_batches import TrainBatches
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
@@ -237,9 +238,9 @@ def trainee(
                 scheduler=scheduler,
                 plan=plan,
                 schedule=schedule,
-                train_batches=partial(batches.train, rows, sampler),
+                batches=TrainBatches(partial(batches.train, rows, sampler)),
                 eval_batches=[],
-                count_flops=lambda tokens, squares, counts, *items: flops.step(tokens, squares, counts[0], *items),
+                flops=flops,
                 metric_loggers=[],
                 logging_steps=1,
                 checkpointer=None,

@@ -166,7 +166,9 @@ def _print_load(report: "LoadReport") -> bool:
     """Print a load report, and return whether there is no problem."""
     draft = "none"
     if report.draft:
-        draft = f"{report.draft}, {report.num_drafting} of {report.num_mtp_heads} MTP heads"
+        draft = report.draft
+        if report.num_mtp_heads:
+            draft += f", {report.num_drafting} of {report.num_mtp_heads} MTP heads"
     verdict = report.verdict
     if report.problems:
         verdict = _number_of(report.problems)

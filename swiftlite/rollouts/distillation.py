@@ -34,12 +34,13 @@ from swiftlite.rollouts.policy_identity import NAME
 from swiftlite.rollouts.rollouts import RolloutBatches
 from swiftlite.rollouts.stored import FOLDER, GenerationFiles, on_first_rank
 from swiftlite.rollouts.training import load_prompts
+from swiftlite.train.batches.train_batches import TrainBatches
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.methods.conversations import load_data
 from swiftlite.train.methods.distant_teacher import DistantTeacher
 from swiftlite.train.methods.distillation import DistillationObjective
 from swiftlite.train.methods.teacher import Teacher, check_tokenizer
-from swiftlite.train.methods.training import TrainBatches, Training
+from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run, live_weights
 from swiftlite.train.stopping import EarlyStop
 

@@ -33,10 +33,11 @@ from swiftlite.rollouts.reward_models import RewardModel, RewardsWithModels, ope
 from swiftlite.rollouts.rollouts import Rollouts
 from swiftlite.rollouts.stored import FOLDER, GenerationFiles, check_stored, on_first_rank
 from swiftlite.rollouts.turns import Turns
+from swiftlite.train.batches.train_batches import TrainBatches
 from swiftlite.train.methods.conversations import load_data, open_image_encoder
 from swiftlite.train.methods.policy import ADVANTAGE, ENGINE, OLD, REFERENCE, TEACHER, PolicyObjective
 from swiftlite.train.methods.teacher import check_tokenizer
-from swiftlite.train.methods.training import TrainBatches, Training
+from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run, live_weights
 
 

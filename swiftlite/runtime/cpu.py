@@ -39,7 +39,9 @@ def tensor_cuda(tensor: torch.Tensor) -> torch.Tensor:
 def tensor_type(name: str) -> str:
     """Return a CUDA name such as "torch.cuda.FloatTensor" for `Tensor.type()`.
 
-    optimizer/clip_grads.py:167 and optimizer/optimizer.py:671 compare the result of `Tensor.type()` with CUDA names."""
+    optimizer/optimizer.py:671 and optimizer/distrib_optimizer.py:361 compare the types of parameters with CUDA names,
+    where the optimizer has float32 copies of bfloat16 parameters.
+    """
     return name.replace("torch.", "torch.cuda.")
 
 

@@ -104,7 +104,7 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         try:
             outcome = phases.fit(prepared, trainer, state.step, make_held_out(prepared))
         finally:
-            trainer.release()
+            trainer.batches.release()
         return phases.finish(prepared, outcome)
 
 
@@ -391,23 +391,15 @@ def make_trainer(
         scheduler=train_state.scheduler,
         plan=run.plan,
         schedule=run.schedule,
-        train_batches=batches.get,
+        batches=batches,
         eval_batches=run.batches.evaluation(run.data.val if evaluates_rows else [], args.eval_iters),
-        count_flops=lambda tokens, squares, counts, *others: run.batches.flops.step(
-            tokens, squares, counts[0], *others
-        ),
-        outside_windows=run.batches.flops.outside_windows,
+        flops=run.batches.flops,
         metric_loggers=metric_loggers,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
-        get_data_state=batches.get_state,
-        sources_of=batches.sources_of,
         bad_steps=BadSteps.of(run.mesh, args.skip_bad_steps, state.bad_steps),
         consumed=state.consumed,
         lacks_evaluation=run.is_first_rank and phases.lacks_evaluation(run, state.step),
-        evaluate_more=batches.evaluate,
-        table=batches.table,
-        release=batches.release,
         after_step=after,
         seed=args.seed,
         profiler=make_profiler(

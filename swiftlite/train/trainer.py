@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,13 @@ from swiftlite.model.attention.indexer import take_indexer_loss
 from swiftlite.model.forward import between_groups, run_batches
 from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.ranks import all_reduce_max, all_reduce_sum, broadcast_from_last_stage
+from swiftlite.plan.cost.flops import Flops
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.decisions import record_decision
 from swiftlite.runtime.device import on_device, start_copy_to_host
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.bad_steps import FLAG, SUGGESTED_SIGMA, BadSteps, restoring_router_biases
+from swiftlite.train.batches.train_batches import TrainBatches
 from swiftlite.train.best_model import BestModel
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.state import Consumed
@@ -34,15 +35,11 @@ from swiftlite.train.clipping import ClippedOptimizer
 from swiftlite.train.metrics.loggers import MetricLogger
 from swiftlite.train.metrics.step_clock import StepClock
 from swiftlite.train.metrics.stragglers import Stragglers
-from swiftlite.train.metrics.trackers import Table, TableLogger
+from swiftlite.train.metrics.trackers import TableLogger
 from swiftlite.train.objective import Objective, PreparedObjective
 from swiftlite.train.profiling import Profiler
 from swiftlite.train.restarts import RestartClock
 from swiftlite.train.stopping import Stopped, StopSignals
-
-GetBatches = Callable[[int], Sequence[Batch]]
-"""A function that returns this rank's micro-batches of a step (counted from 0). All data-parallel ranks have the same
-number of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +67,14 @@ class Trainer:
         mesh: the ranks that hold the model.
         model: the chunks of this rank, one per virtual pipeline stage.
         objective: the loss to minimize.
-        train_batches: returns this rank's micro-batches of a step (counted from 0). The micro-batches depend only on
-            the step or the state of the data, so that a resumed run continues with the same data. The function may
-            raise `Stopped` on every rank.
+        batches: the source of the micro-batches of all steps.
         eval_batches: this rank's share of the held-out rows.
-        evaluate_more: returns further metrics of held-out rows, see `TrainBatches.evaluate`. None: there are none.
-        count_flops: returns the FLOPs of a step over all ranks of a replica, for the metrics. The function's arguments
-            are the number of tokens, the sum of squared sequence lengths, the counts of the objective, the number of
-            items of images, the sum of the squared numbers of items, and the sum of `outside_windows`.
-        outside_windows: returns the FLOPs for pairs of tokens outside of sliding windows, for the length of a sequence
-            (`Flops.outside_windows`).
+        flops: the FLOPs of a step over all ranks of a replica, for the metrics.
         metric_loggers: destinations of the metrics.
         checkpointer: writes the checkpoints. None: no checkpoints are written.
-        get_data_state: returns the state of the data for checkpoints, on the first rank.
-        sources_of: returns the rows of a step (counted from 0) that `train_batches` returned last, as `file:line` or as
-            a number; called on the first rank.
         bad_steps: decides which steps are applied. Default: all.
         consumed: tokens and samples of all steps so far, those of earlier processes included.
         lacks_evaluation: on the first rank, whether the step that the run resumes from must still be evaluated.
-        table: returns a table about a step (counted from 0) for metric loggers that show tables, see `TrainBatches`.
-        release: ends processes that `train_batches` and `evaluate_more` use; called when training has ended, also by an
-            error.
         after_step: called on every rank with the number of each step, after it is completed and logged.
         seed: seed of random numbers in training, such as dropout of adapters.
         profiler: records the steps of --profile_steps.
@@ -108,21 +92,15 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     plan: Plan
     schedule: Schedule
-    train_batches: GetBatches
+    batches: TrainBatches
     eval_batches: Sequence[Batch]
-    count_flops: Callable[..., float]
+    flops: Flops
     metric_loggers: Sequence[MetricLogger]
     logging_steps: int
     checkpointer: Checkpointer | None
-    outside_windows: Callable[[int], int] = lambda length: 0
-    get_data_state: Callable[[], Mapping[str, Any]] = dict
-    sources_of: Callable[[int], Sequence[str]] = lambda step: ()
     bad_steps: BadSteps = field(default=None)  # pyright: ignore[reportAssignmentType]: `__post_init__` sets it
     consumed: Consumed = field(default_factory=Consumed)
     lacks_evaluation: bool = False
-    evaluate_more: Callable[[int], Mapping[str, float]] | None = None
-    table: Callable[[int], Table | None] = lambda step: None
-    release: Callable[[], None] = lambda: None
     after_step: Callable[[int], None] | None = None
     seed: int = 42
     profiler: Profiler = field(default_factory=Profiler)
@@ -245,7 +223,7 @@ class Trainer:
         if self.checkpointer:
             with self.clock.between_steps("checkpoint"), whole_parameters(self.model):
                 self._refuse_broken_weights(step)
-                state = {**self.get_data_state(), **self.bad_steps.state(), "consumed": self.consumed}
+                state = {**self.batches.get_state(), **self.bad_steps.state(), "consumed": self.consumed}
                 self.checkpointer.save(step, state, is_ephemeral=is_ephemeral)
 
     def _refuse_broken_weights(self, step: int) -> None:
@@ -278,11 +256,11 @@ class Trainer:
         """Run optimizer step `step` (counted from 1) on one global batch and return its metrics.
 
         Raises:
-            Stopped: `train_batches` was stopped by a signal; raised on every rank.
+            Stopped: `TrainBatches.get` was stopped by a signal; raised on every rank.
         """
         start = time.perf_counter()
         with self.clock.part("data"):
-            batches = self.train_batches(step - 1)
+            batches = self.batches.get(step - 1)
         with self.clock.part("forward"):  # of a teacher or a reference model
             objective = self._objective_for(batches)
         for chunk in self.model:
@@ -351,7 +329,7 @@ class Trainer:
         return waits[0]
 
     def _sizes_of(self, batches: Sequence[Batch]) -> Iterator[int]:
-        """Yield the number of samples of this rank's micro-batches, then their arguments of `count_flops` without the
+        """Yield the number of samples of this rank's micro-batches, then their arguments of `Flops.step` without the
         counts of the objective.
         """
         lengths = [length for batch in batches for length in batch.lengths]
@@ -360,7 +338,7 @@ class Trainer:
         yield sum(length**2 for length in lengths)
         yield sum(batch.num_items for batch in batches)
         yield sum(batch.item_squares for batch in batches)
-        yield sum(map(self.outside_windows, lengths))
+        yield sum(map(self.flops.outside_windows, lengths))
 
     def _speed(self, sizes: Sequence[int], counts: torch.Tensor, seconds: float) -> dict[str, float]:
         """Return the metrics of speed and memory of a step.
@@ -370,7 +348,7 @@ class Trainer:
             counts: counts of the objective.
         """
         num_tokens, squares, *others = sizes
-        flops = self.count_flops(num_tokens, squares, counts.tolist(), *others)
+        flops = self.flops.step(num_tokens, squares, counts[0].tolist(), *others)
         flops_per_second = flops / seconds / self.plan.world_size
         metrics = {
             "tokens_per_second": num_tokens / seconds,
@@ -401,7 +379,7 @@ class Trainer:
             problem += f"; {bad_steps.problem}, and the {bad_steps.in_a_row - 1} steps before it were skipped"
         else:
             hint += f", or check this step's rows, or skip such steps: --resume {FLAG} {SUGGESTED_SIGMA}"
-        if sources := self.sources_of(step - 1):
+        if sources := self.batches.sources_of(step - 1):
             problem += f"; rows: {', '.join(some(sources, 5))}"
         # Only now, because without the option the norm of the gradients is known after the update. The last checkpoint
         # is intact.
@@ -419,7 +397,7 @@ class Trainer:
             # JSON has no numbers that are not finite.
             values={name: value if math.isfinite(value) else str(value) for name, value in values.items()},
             limits=self.bad_steps.limits,
-            rows=list(self.sources_of(step - 1)),
+            rows=list(self.batches.sources_of(step - 1)),
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -429,13 +407,13 @@ class Trainer:
             step: number of completed steps.
 
         Raises:
-            Stopped: `evaluate_more` was stopped by a signal; raised on every rank.
+            Stopped: `TrainBatches.evaluate` was stopped by a signal; raised on every rank.
         """
         metrics = self._evaluate_batches()
-        if self.evaluate_more is None:
+        if self.batches.evaluate is None:
             return metrics
         with self.clock.between_steps("evaluation"), self.mesh.active():
-            return {**metrics, **self.evaluate_more(step)}
+            return {**metrics, **self.batches.evaluate(step)}
 
     def _evaluate_batches(self) -> dict[str, float]:
         """Return the objective's metrics over the held-out rows."""
@@ -505,7 +483,7 @@ class Trainer:
     def _log_table(self, step: int) -> None:
         """Send the table of a step to the metric loggers that show tables; only the first rank has metric loggers."""
         loggers = [each for each in self.metric_loggers if isinstance(each, TableLogger)]
-        if loggers and (table := self.table(step - 1)):
+        if loggers and (table := self.batches.table(step - 1)):
             for metric_logger in loggers:
                 metric_logger.log_table(step, table)
 

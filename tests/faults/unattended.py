@@ -58,7 +58,7 @@ def break_trainer(module):
     def numbered(self, number):
         current[:] = [number]
         if FAULT == "omit" and number == {BAD_STEP}:
-            self.train_batches(number - 1)
+            self.batches.get(number - 1)
             self.scheduler.step(increment=1)
             return {{"loss": 0.0}}
         return step(self, number)

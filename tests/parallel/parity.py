@@ -39,6 +39,7 @@ from swiftlite.plan.run import make_plan, make_schedule, row_multiple_of
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.batches.train_batches import TrainBatches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
 from swiftlite.train.checkpoint.state import CheckpointState
 from swiftlite.train.hidden_state_cache import HiddenStateCache
@@ -284,9 +285,11 @@ def compute(job: Job) -> list[dict[str, float]]:
             scheduler=scheduler,
             plan=plan,
             schedule=schedule,
-            train_batches=partial(batches.train, rows, Sampler(len(rows), plan.global_batch_size, args.seed, False)),
+            batches=TrainBatches(
+                partial(batches.train, rows, Sampler(len(rows), plan.global_batch_size, args.seed, False))
+            ),
             eval_batches=[],
-            count_flops=lambda tokens, squares, counts, *items: flops.step(tokens, squares, counts[0], *items),
+            flops=flops,
             metric_loggers=[],
             logging_steps=1,
             checkpointer=checkpointer,

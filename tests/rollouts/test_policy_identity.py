@@ -140,8 +140,8 @@ def test_completions_of_another_model_are_drawn_again_in_distillation(mesh, tmp_
     changed: dict[str, Any] = {"train_iters": 2, "lmbda": 1.0, "save_steps": 100, "max_completion_length": 6}
     run = prepare(make(**changed), mesh)
     trainer = training.make_trainer(run, phases.restore(run))
-    trainer.train_batches(0)
-    trainer.release()
+    trainer.batches.get(0)
+    trainer.batches.release()
     trainer.close()
     before = stored(run.output_dir)
     expected = metrics(train(make(**changed, model=str(other), output_dir=str(tmp_path / "new")), mesh))

@@ -8,6 +8,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import GkdArgs, PlanArgs, PlannedRun
+from swiftlite.families.drafters import BLOCKS
 from swiftlite.families.serving.index import DRAFT_FOR
 from tests.messages import mention_each, mentions
 from tests.plan.test_memory import CONFIGS
@@ -37,6 +38,14 @@ from tests.rules.good import SFT, change_config, problems_of
 )
 def test_good_options_pass_without_a_note(here, args):
     assert rules.check(args) == []
+
+
+@pytest.mark.parametrize("drafter", BLOCKS)
+def test_a_block_of_one_token_has_a_note(here, drafter):
+    args = dataclasses.replace(SFT, mtp_mode="heads_only", drafter=drafter)
+    (note,) = rules.check(args)
+    assert mentions(note, f"--drafter {drafter} --mtp_unroll 1")
+    assert rules.check(dataclasses.replace(args, mtp_unroll=2)) == []
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime import cpu
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
+from swiftlite.train.batches.train_batches import TrainBatches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.checkpoint.state import CheckpointState
 from swiftlite.train.methods.next_token import NextTokenObjective
@@ -43,6 +44,8 @@ SHIMS_OF_EXPERTS = ["patch_alltoall_dispatcher", "patch_streams"]
 """Shims that are needed if experts are distributed over ranks."""
 # What stands there without: a function that hands its argument on, as most shims are, or the stock method.
 STOCK = {"tensor_cuda": torch.Tensor.cuda}
+DTYPES: dict[str, Any] = {"tensor_type": "bfloat16"}
+"""Where a shim is needed only in another dtype than float32: optimizer.py:671 asks for the types of parameters."""
 HF_CONFIG = {
     "model_type": "glm4_moe",
     "vocab_size": 32,
@@ -78,14 +81,15 @@ def step_and_save(shim: str, out_dir: Path, **options: Any) -> None:
     """
     if shim:
         setattr(cpu, shim, STOCK.get(shim, lambda value=None: value))
-    args = SftArgs(torch_dtype="float32", micro_batch_size=1, train_iters=1, **options)
+    args = SftArgs(torch_dtype=DTYPES.get(shim, "float32"), micro_batch_size=1, train_iters=1, **options)
+    dtype = getattr(torch, args.torch_dtype)
     architecture = index.get(HF_CONFIG).architecture(HF_CONFIG)
     with session(layout_of(args)) as mesh:
         moe = group_of(args, MoeArgs)
-        (model,) = build_model(architecture, HF_CONFIG, mesh=mesh, dtype=torch.float32, heads=Heads(1), moe=moe)
+        (model,) = build_model(architecture, HF_CONFIG, mesh=mesh, dtype=dtype, heads=Heads(1), moe=moe)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        wrapped = wrap_model([model], mesh, torch.float32)
+        wrapped = wrap_model([model], mesh, dtype)
         plan = make_plan(args, dist.get_world_size(), Heads(1))
         schedule = make_schedule(args, 1)
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
@@ -99,16 +103,16 @@ def step_and_save(shim: str, out_dir: Path, **options: Any) -> None:
             scheduler=scheduler,
             plan=plan,
             schedule=schedule,
-            train_batches=lambda step: [batch],
+            batches=TrainBatches(lambda step: [batch]),
             eval_batches=[],
-            count_flops=lambda tokens, squares, counts, *items: flops.step(tokens, squares, counts[0], *items),
+            flops=flops,
             metric_loggers=[],
             logging_steps=1,
             checkpointer=None,
         )
         assert trainer.step(1)["grad_norm"] > 0
         Checkpointer(
-            out_dir, mesh, [model], optimizer, CheckpointState(step=0, mtp_num_layers=1, torch_dtype="float32")
+            out_dir, mesh, [model], optimizer, CheckpointState(step=0, mtp_num_layers=1, torch_dtype=args.torch_dtype)
         ).save(1)
         # What pipeline stages do with a tied embedding (language_module.py:244).
         torch.zeros(1).cuda()

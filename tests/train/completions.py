@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,9 @@ def first_step(
     trainer = training.make_trainer(run, phases.state_of(run))
     if samples:
         batches = run.batches.global_batch(run.batches.rows(samples), np.arange(len(samples)))
-        trainer.train_batches = lambda step: batches
+        trainer.batches = replace(trainer.batches, get=lambda step: batches)
     metrics = trainer.step(1)
-    trainer.release()
+    trainer.batches.release()
     out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model
     save_gradients(run.train_state.wrapped, run.train_state.chunks, out_dir, hf_model.family, hf_model.config)
     return metrics, load_file(out_dir / "model.safetensors")
@@ -164,7 +165,7 @@ def train(args: SftArgs, mesh: Mesh) -> Path:
     try:
         trainer.fit(state.step)
     finally:
-        trainer.release()
+        trainer.batches.release()
     trainer.close()
     return run.output_dir
 
@@ -182,7 +183,7 @@ def train_and_stop(args: SftArgs, mesh: Mesh, stop: int) -> Path:
 
     def step(number: int) -> dict[str, float]:
         if number == stop + 2:
-            trainer.train_batches(number - 1)
+            trainer.batches.get(number - 1)
             raise Killed
         return step_of(number)
 
@@ -194,7 +195,7 @@ def train_and_stop(args: SftArgs, mesh: Mesh, stop: int) -> Path:
     else:
         raise AssertionError("the run has too few steps")
     finally:
-        trainer.release()
+        trainer.batches.release()
     trainer.close()
     return run.output_dir
 

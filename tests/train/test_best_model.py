@@ -131,7 +131,7 @@ def test_rules_know_the_metrics_of_evaluations(options, mesh):
     run = prepare(options(), mesh)
     trainer = training.make_trainer(run, phases.restore(run))
     names = {name.removeprefix("eval_") for name in trainer.evaluate(0)}
-    trainer.release()
+    trainer.batches.release()
     assert {*known_metrics(run.args, run.plan.heads)} == names | {"acceptance"}
     for loss in get_args(PreferenceLoss):
         args = DpoArgs(loss_type=loss)

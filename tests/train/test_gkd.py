@@ -54,14 +54,14 @@ def test_a_resumed_run_equals_the_unbroken_one(options, mesh, tmp_path):
 
     def step(number: int) -> dict[str, float]:
         if number == 4:
-            trainer.train_batches(3)  # the completions are written, but not trained on
+            trainer.batches.get(3)  # the completions are written, but not trained on
             raise Killed
         return step_of(number)
 
     trainer.step = step  # type: ignore[method-assign]
     with pytest.raises(Killed):
         trainer.fit(0)
-    trainer.release()
+    trainer.batches.release()
     trainer.close()
     written = {path: path.read_bytes() for path in (run.output_dir / "rollouts").glob("*.safetensors")}
     resumed = train(options(output_dir=str(tmp_path / "stopped"), resume=True), mesh)

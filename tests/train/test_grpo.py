@@ -435,8 +435,8 @@ def test_a_generation_drawn_for_one_step_is_used_for_two(options, mesh):
     changed: dict[str, Any] = {"lr": 0.05, "lr_warmup_fraction": 0.0, "save_steps": 100, "train_iters": 2}
     run = prepare(options(**changed), mesh)
     trainer = training.make_trainer(run, phases.restore(run))
-    trainer.train_batches(0)
-    trainer.release()
+    trainer.batches.get(0)
+    trainer.batches.release()
     trainer.close()
     lines = metrics(train(options(**changed, resume=True, num_iterations=2), mesh))
     assert [line["rollout/importance_weight"] for line in lines] == pytest.approx([1, 1], abs=1e-4)

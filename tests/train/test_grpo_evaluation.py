@@ -77,7 +77,7 @@ def fit(args: GrpoArgs, mesh: Mesh) -> Path:
     try:
         phases.fit(run, trainer, 0, training.make_held_out(run))
     finally:
-        trainer.release()
+        trainer.batches.release()
     return run.output_dir
 
 

@@ -143,7 +143,7 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
             parameter.copy_(tensor)
 
     trainer = training.make_trainer(run, phases.restore(run))
-    batches = trainer.train_batches
+    batches = trainer.batches.get
     expected = take_steps(model, batches, args)
     phases.fit(run, trainer, 0, training.make_held_out(run))
     losses = [line["loss"] for line in metrics(run.output_dir) if "loss" in line]

@@ -42,7 +42,7 @@ def test_what_sleeps_is_what_takes_time(options, mesh, monkeypatch):
     """Each part sleeps once per step, the passes once per micro-batch."""
     run = prepare(options(train_iters=2, save_steps=1), mesh)
     trainer = training.make_trainer(run, phases.restore(run))
-    batches, optimizer_step = trainer.train_batches, trainer.optimizer.step
+    batches, optimizer_step = trainer.batches.get, trainer.optimizer.step
 
     def slow_batches(step: int):
         time.sleep(SLEEP)
@@ -62,7 +62,7 @@ def test_what_sleeps_is_what_takes_time(options, mesh, monkeypatch):
     monkeypatch.setattr(
         trainer.checkpointer, "save", lambda *given, **named: (time.sleep(SLEEP), save(*given, **named))
     )
-    replace(trainer, train_batches=slow_batches).fit(0)
+    replace(trainer, batches=replace(trainer.batches, get=slow_batches)).fit(0)
     num_micro_batches = 2
     for times in times_of(run.output_dir):
         slept = {"data": SLEEP, "forward": num_micro_batches * SLEEP, "optimizer": 2 * SLEEP}

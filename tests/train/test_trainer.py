@@ -107,16 +107,16 @@ def test_a_run_resumes_from_an_ephemeral_checkpoint(options, mesh, tmp_path):
 
 
 def test_a_stop_before_a_step_does_not_save_twice(make_trainer):
-    """A signal in `train_batches`, which is after the checkpoint of the step before."""
+    """A signal in `TrainBatches.get`, which is after the checkpoint of the step before."""
     trainer = make_trainer(train_iters=6, save_steps=4, ephemeral_save_steps=3)
-    read = trainer.train_batches
+    read = trainer.batches.get
 
     def stop(step: int):
         if step == 3:
             raise Stopped
         return read(step)
 
-    trainer.train_batches = stop
+    trainer.batches = replace(trainer.batches, get=stop)
     assert trainer.checkpointer is not None
     trainer.fit(0)
     assert checkpoints(trainer) == {"checkpoint-3"}
@@ -291,12 +291,12 @@ def test_metrics_of_a_step(make_trainer):
     assert list(metrics)[:3] == ["loss", "mtp_1_loss", "mtp_1_acceptance"]
     assert metrics["learning_rate"] == pytest.approx(5e-3)  # half of the way up
     assert metrics["grad_norm"] > 0
-    num_tokens = sum(batch.num_tokens for batch in trainer.train_batches(0))
+    num_tokens = sum(batch.num_tokens for batch in trainer.batches.get(0))
     # Both are divided by the same seconds: operations per token.
     flops_per_token = 1e12 * metrics["tflops_per_second"] / metrics["tokens_per_second"]
-    counts = trainer.objective.count_targets(trainer.train_batches(0)).tolist()
-    squares = sum(length**2 for batch in trainer.train_batches(0) for length in batch.lengths)
-    assert flops_per_token == pytest.approx(trainer.count_flops(num_tokens, squares, counts) / num_tokens)
+    counts = trainer.objective.count_targets(trainer.batches.get(0)).tolist()
+    squares = sum(length**2 for batch in trainer.batches.get(0) for length in batch.lengths)
+    assert flops_per_token == pytest.approx(trainer.flops.step(num_tokens, squares, counts[0]) / num_tokens)
     json.dumps(metrics)  # what a sink needs
 
 

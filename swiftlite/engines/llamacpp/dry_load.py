@@ -51,7 +51,7 @@ def _of_two_files(file: Path, draft_file: Path) -> LoadReport:
     except UserError as error:
         problems.append(error.problem)
     verdict = "llama.cpp loads both files" if words else "not loaded, because llama.cpp is not installed"
-    return LoadReport(_engine(), trunk.architecture, draft, 1, 1, verdict=verdict, problems=problems)
+    return LoadReport(_engine(), trunk.architecture, draft, 0, 0, verdict=verdict, problems=problems)
 
 
 def report_of(file: Path, model: HfModel | None = None) -> LoadReport:

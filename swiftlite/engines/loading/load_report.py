@@ -42,8 +42,8 @@ class LoadReport:
         engine: name and version.
         target: class of the trunk in the engine; None if an error occurred before the class was known.
         draft: class of the draft model in the engine; None without drafts.
-        num_mtp_heads: number of MTP heads in config.json.
-        num_drafting: number of heads that draft.
+        num_mtp_heads: number of MTP heads in config.json; 0 with another drafter.
+        num_drafting: number of these heads that draft.
         sees_images: whether the engine passes the features of images to the draft model; otherwise the heads read the
             embeddings of placeholders. None without images or drafts, or if it is unknown.
         draft_modules: which modules of the draft were built quantized; "" if the model is not quantized.
@@ -167,11 +167,13 @@ class Loading:
             version: version of the engine.
             num_drafting, sees_images: as in `LoadReport`.
         """
+        heads = self.model.heads
+        num_mtp_heads = heads.layers if heads.kind == MTP else 0
         return LoadReport(
             engine=f"{self.info.name} {version}",
             target=self.target and type(self.target).__name__,
             draft=self.draft and type(self.draft).__name__,
-            num_mtp_heads=self.model.heads.layers,
+            num_mtp_heads=num_mtp_heads,
             num_drafting=num_drafting,
             sees_images=sees_images,
             draft_modules=self._draft_modules(),

@@ -224,17 +224,17 @@ def _token_map(model: HfModel) -> dict[str, str]:
 
 def known_report(model: HfModel) -> LoadReport:
     """Return a load report for a machine without SGLang, from known facts about SGLang's draft classes."""
-    draft, num_drafting = None, model.heads.layers
-    if model.heads.kind != MTP:
-        draft = model.heads.kind
-    elif model.heads.layers:
+    draft, num_mtp_heads, num_drafting = model.heads.kind, 0, 0
+    if model.heads.kind == MTP:
+        draft, num_mtp_heads = None, model.heads.layers
+    if num_mtp_heads:
         known = SGLANG.convention_for(model.family)
-        draft, num_drafting = known.draft, known.num_drafting(model.heads.layers)
+        draft, num_drafting = known.draft, known.num_drafting(num_mtp_heads)
     return LoadReport(
         engine="sglang 0.5.23 (not installed: its loaders were not run)",
         target=(model.config.get("architectures") or [None])[0],
         draft=draft,
-        num_mtp_heads=model.heads.layers,
+        num_mtp_heads=num_mtp_heads,
         num_drafting=num_drafting,
         verdict="no known problem",
         problems=list(filter(None, [trunk_problem(model), depth_problem(model)])),

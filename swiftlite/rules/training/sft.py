@@ -325,6 +325,7 @@ NOTES = (
     sft_data.held_out_rows_are_trained_on,
     sft_data.streams_hold_nothing_out,
     sft_heads.heads_draft_fewer_tokens,
+    sft_heads.blocks_have_several_tokens,
     sft_heads.heads_learn_slowly,
     sft_heads.a_frozen_trunk_is_rounded,
 )

@@ -356,6 +356,11 @@ def heads_draft_fewer_tokens(args: SftArgs, facts: Facts) -> Iterator[str]:
         )
 
 
+def blocks_have_several_tokens(args: SftArgs, facts: Facts) -> Iterator[str]:
+    if args.drafter in BLOCKS and args.mtp_unroll == 1:
+        yield f"--drafter {args.drafter} with --mtp_unroll 1 drafts one token, not a block; --mtp_unroll 5 drafts five"
+
+
 def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
     stored = facts.hf_config.get("dtype") or facts.hf_config.get("torch_dtype")
     if args.mtp_mode == "heads_only" and args.torch_dtype == "bfloat16" and stored == "float32":

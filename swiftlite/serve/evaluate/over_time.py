@@ -98,9 +98,9 @@ def measure_over_time(args: EvaluateArgs) -> None:
         UserError: the server cannot be read or does not draft, or the file is invalid or cannot be written.
     """
     directory = Path(args.output_dir)
-    check_writable("--output_dir", directory)
     server = (args.server or "").rstrip("/")
-    newest = read_server(server)
+    newest = read_server(server)  # first, so that a server that does not respond leaves no empty directory
+    check_writable("--output_dir", directory)
     path = directory / FILE
     readings = [*read_file(path), newest]
     content = "".join(each.to_line() for each in readings)

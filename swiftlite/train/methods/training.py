@@ -3,22 +3,21 @@
 `Method` in `swiftlite/methods` is the other part.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.transformer.module import MegatronModule
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
-from swiftlite.data.batch import Batch, Extra
+from swiftlite.data.batch import Extra
 from swiftlite.data.encoder import Encoder
 from swiftlite.data.rows.columns import WithColumns
 from swiftlite.families.resolved import HfModel
 from swiftlite.methods.index import method_of
+from swiftlite.train.batches.train_batches import TrainBatches
 from swiftlite.train.methods.conversations import LoadData, MakeEncoder, conversation_prompts, load_data
-from swiftlite.train.metrics.trackers import Table
 from swiftlite.train.objective import Objective
 from swiftlite.train.phases import Run
 
@@ -26,33 +25,6 @@ from swiftlite.train.phases import Run
 def unchanged(run: Run) -> Run:
     """Return the run unchanged, for methods without preparation."""
     return run
-
-
-@dataclass(frozen=True)
-class TrainBatches:
-    """The source of the micro-batches of all steps.
-
-    Attributes:
-        get: returns this rank's micro-batches of a step.
-        get_state: returns the state of the data for a checkpoint, on the first rank.
-        sources_of: returns the rows of the step that `get` was called for last, as `file:line` or as a number; on the
-            first rank, after a fault.
-        evaluate: returns further metrics of held-out rows, named `eval_...`, given the number of completed steps. It is
-            called on all ranks, and may raise `Stopped` on all of them. None: there are none.
-        release: ends processes that the other functions use.
-        table: returns a table for trackers about the step that `get` was called for last, on the first rank.
-        after_step: called on every rank with the number of each step, before an evaluation and a checkpoint.
-        reference: chunks of a reference model that `after_step` changes; checkpoints contain their weights.
-    """
-
-    get: Callable[[int], Sequence[Batch]]
-    get_state: Callable[[], dict[str, Any]] = dict
-    sources_of: Callable[[int], Sequence[str]] = lambda step: ()
-    evaluate: Callable[[int], Mapping[str, float]] | None = None
-    release: Callable[[], None] = lambda: None
-    table: Callable[[int], Table | None] = lambda step: None
-    after_step: Callable[[int], None] = lambda step: None
-    reference: Sequence[MegatronModule] = ()
 
 
 @dataclass(frozen=True)

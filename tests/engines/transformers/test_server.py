@@ -15,7 +15,8 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling
 from swiftlite.engines.server.metrics import read_draft_counts, read_throughput
 from swiftlite.engines.transformers.engine import TransformersEngine
-from swiftlite.engines.transformers.serve import DEFAULTS, Service
+from swiftlite.engines.transformers.requests import DEFAULTS
+from swiftlite.engines.transformers.serve import Service
 from swiftlite.engines.transformers.server import PREFIX
 from swiftlite.families.resolved import HfModel, resolve
 from tests.tiny import make_tiny_hf
@@ -124,7 +125,9 @@ def test_a_chat_is_a_completion_of_its_template(model):
     [
         ({"messages": [{"role": "user", "content": "a"}], "logprobs": True}, "logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        ({"messages": ["word1"]}, "message"),
+        *(({"messages": [{"role": "user", "content": [part]}]}, "text") for part in ("a", {"type": "text"}, 5)),
+        *(({"messages": value}, "message") for value in (["word1"], [], None, {"role": "user"})),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": {"a": 1}}, "tools"),
     ],
 )
 def test_invalid_chats_are_refused(model, content, word):
@@ -181,8 +184,12 @@ def test_a_stop_text_ends_an_answer(model):
         ({"prompt": PROMPT, "top_p": 2}, "top_p"),
         ({"prompt": PROMPT, "min_p": -1}, "min_p"),
         ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty"),
-        ({"prompt": PROMPT, "n": 3}, "n can"),
-        ({"prompt": 7}, "prompt"),
+        *(({"prompt": PROMPT, "n": value}, "n ") for value in (3, "1", 0)),
+        *(({"prompt": value}, "prompt") for value in (7, "", [[]], ["a", 5], [[5, 9], "a"], [1.5], [True], {"a": 1})),
+        *(({"prompt": PROMPT, "temperature": value}, "temperature") for value in ("0", True, [1], float("nan"), 1e9)),
+        *(({"prompt": PROMPT, "stop": value}, "stop") for value in ({}, 5, [5], {"a": "b"})),
+        *(({"prompt": PROMPT, name: "0"}, name) for name in ("top_k", "top_p", "min_p", "echo", "logprobs")),
+        ({"prompt": PROMPT, "chat_template_kwargs": {"a": 1}}, "option of the server"),
     ],
 )
 def test_invalid_requests_are_refused(model, content, word):

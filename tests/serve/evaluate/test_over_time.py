@@ -197,7 +197,8 @@ ADDRESSES = {"closed": f"http://127.0.0.1:{free_port()}", "host": "http://a..b:8
 @pytest.mark.parametrize("url", ADDRESSES.values(), ids=ADDRESSES)
 def test_addresses_that_do_not_respond(tmp_path, url):
     with pytest.raises(UserError, match=naming(f"--server {url} http://127.0.0.1:8000")):
-        run(EvaluateArgs(server=url, output_dir=str(tmp_path)))
+        run(EvaluateArgs(server=url, output_dir=str(tmp_path / "new")))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("line", ['{"time": ', "{}", "[]", '{"time": 3, "server_started": null}'])
