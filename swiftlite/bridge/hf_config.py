@@ -70,6 +70,7 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
     """
     hf_config = _unwrapped(content)
     key = depth_key(hf_config)
+    # Qwen3-Next was published without a key, and its heads would be dropped as tensors that nothing declares.
     if key not in hf_config:
         depth = _count_heads(_tensor_names(hf_dir))
         if depth:

@@ -114,6 +114,7 @@ def _pass_through(shard: Shard) -> None:
     """
     num_rows, num_columns = shard.tensor.shape
     local_rows = torch.arange(num_rows)
+    # Tensor-parallel ranks split the projection by rows: with 4 rows on 2 ranks, row 0 of rank 1 is row 2 of the whole.
     rows = shard.first + local_rows  # indices in the whole projection
     shard.tensor.zero_()
     shard.tensor[local_rows, rows] = 1.0

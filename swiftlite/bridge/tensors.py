@@ -163,6 +163,7 @@ class Checkpoint:
         self.stored = {prefix + key: entry for key, entry in stored.items()}
         found = as_read(self.hf_dir, self.stored, format)
         self.entries, self.encoded = found.tensors, found.encoded
+        # Reported together with missing files: a damaged download often has several problems.
         problems += found.problems
         if problems:
             raise UserError(
@@ -405,6 +406,7 @@ class ShardedFiles:
 
     def _write_box(self, entry: Entry, box: Box, part: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self._temporary(entry.file))
+        # Stacks of transposed matrices are written from transposed views.
         memory = _bytes_of(part.cpu().contiguous())
         for offset, length in entry.contiguous_ranges(box):
             _write_fully(descriptor, memory[:length], offset)
@@ -582,6 +584,7 @@ def _chunks(
         align: extends a box to whole blocks; `whole` must consist of whole blocks.
         axis: the axis along which the box is divided.
     """
+    # A tensor without axes, such as the scale of a whole matrix.
     if not whole:
         yield (), ()
         return
@@ -624,6 +627,7 @@ class _OpenFiles:
 
     def descriptor(self, path: Path) -> int:
         if path not in self._files:
+            # Without a buffer, which would copy slices of megabytes for nothing.
             self._files[path] = self._stack.enter_context(path.open(self._mode, buffering=0))
         return self._files[path].fileno()
 

@@ -221,6 +221,7 @@ def _gptq_problem(quantization: Mapping[str, Any]) -> str:
         return "is_marlin_format true is not supported"
     if quantization.get("pack_dtype") not in (None, "int32"):
         return f"pack_dtype {quantization['pack_dtype']!r} is not supported; it can only be 'int32'"
+    # Other rules give some modules other bits, with which their codes would be decoded wrongly.
     changed = [rule for rule in quantization.get("dynamic") or {} if not rule.startswith("-")]
     if changed:
         return f"dynamic {changed[0]!r} is not supported; rules can only exclude modules, with '-:'"

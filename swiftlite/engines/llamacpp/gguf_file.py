@@ -75,6 +75,7 @@ def _identity(model: HfModel) -> str:
     files = []
     for path in sorted([*model.directory.iterdir(), *(model.directory / DRAFT_FOLDER).glob("*")]):
         if path.suffix in (".json", ".safetensors", ".jinja"):
+            # Not the content, because hashing a large model takes about as long as loading it.
             status, name = path.stat(), str(path.relative_to(model.directory))
             files.append((name, status.st_size, status.st_mtime_ns))
     content = json.dumps([FORMAT, str(model.directory.resolve()), files])

@@ -128,6 +128,7 @@ def server_options(
             logger.info("llama.cpp does not use the draft vocabulary of the heads: it drafts from all tokens")
     options: dict[str, Any] = {
         "parallel": slots,
+        # llama.cpp divides this size among its slots.
         "ctx_size": slots * max_length(model, max_model_len),
         "metrics": True,
         "jinja": True,

@@ -264,6 +264,7 @@ class TransformersEngine:
             inputs["position_ids"] = images.positions(start, ids.shape[1])
             if start == 0:  # later passes contain only generated tokens
                 inputs["mm_encoder_outputs"] = images.outputs
+        # Hooks are called in the order of the layers, and the norm's comes last.
         seen: list[torch.Tensor] = []
         modules = [*(self._decoder.layers[layer] for layer in self._features), final_norm(self._decoder)]
         with ExitStack() as hooks:
@@ -284,6 +285,7 @@ class TransformersEngine:
         if not begin.layers:
             cache.crop(-number)
             return
+        # All tokens of the pass, because `_states` below appends the accepted ones again.
         crop_keys(cache, ids.shape[1])
         begin.restore()
         self._states(ids[:, : ids.shape[1] - number], cache, images)

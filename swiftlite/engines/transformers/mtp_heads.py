@@ -263,6 +263,7 @@ class MtpSteps(DraftSteps):
         """Begin a round."""
         self._finish_round()
         self._end = ids.shape[1] - 1  # the newest token's position, which the trunk has not processed
+        # Taken once per round: a depth that drafts several times lengthens its cache.
         self._begins = [cache.get_seq_length() for cache in self._caches]
         self._next_depth = 0
         # Depth 0 has all positions before `_begins[0]` in its cache; states after `_end` belong to rejected drafts.
@@ -321,7 +322,9 @@ class MtpSteps(DraftSteps):
         """
         embedding = self._embeddings(ids[:, start:])
         begin = cache.get_seq_length()
+        # The cache has all earlier positions of the row, because rows have no padding here.
         position_ids = torch.arange(begin, begin + embedding.shape[1], device=ids.device)[None]
+        # The mask needs indices in the row, and rotary embeddings the positions behind images.
         rotary_positions = position_ids
         if self._images is not None:
             embedding = self._images.put_into(embedding, start)

@@ -82,6 +82,7 @@ class Ernie4_5_MoeForCausalLM(ernie45_moe.Ernie4_5_MoeForCausalLM):
 
 def _set_route(experts: Any, bias_E: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let vLLM's router for a CPU select experts by their scores plus a bias, which it supports only for groups."""
+    # Routers for GPUs read the bias themselves.
     if isinstance(experts.router, CPURouter):
         scale = experts.router.routed_scaling_factor
         experts.router.custom_routing_function = partial(_route, bias_E, score, scale)
@@ -101,6 +102,8 @@ def _route(
     Args:
         scale: factor of the weights.
     """
+    # As _grouped_topk in vLLM's cpu_router.py, without groups: the bias selects experts, and weights are scores without
+    # it.
     scores_TE = score(gating_output.float())
     expert_TK = (scores_TE + bias_E).topk(topk, dim=-1).indices
     weight_TK = scores_TE.gather(1, expert_TK)
@@ -370,6 +373,7 @@ def _with_config(vllm_config: VllmConfig, config: Any) -> VllmConfig:
     # Copies on each level, because vLLM continues to use the originals for the trunk.
     changed.model_config = copy(speculative.draft_model_config)
     changed.model_config.hf_config = config
+    # vLLM's layers read either of the two configs.
     changed.model_config.hf_text_config = config.get_text_config()
     return changed
 

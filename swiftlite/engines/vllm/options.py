@@ -79,6 +79,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
             "use --infer_backend transformers or sglang, or train the heads with --draft_vocab 0",
         )
     if given is None and config.draws_drafts:
+        # Drafts that are sampled from the head's distribution are accepted more often at temperatures above 0.
         given = {"draft_sample_method": "probabilistic"}
     if config.draft_schedule is not None:
         given = {**(given or {}), **schedule_options(config.draft_schedule)}
@@ -333,6 +334,7 @@ def check_quantization(model: HfModel) -> None:
     content = dict(quantization.content)
     method = quantization.method
     if method == "modelopt":  # vLLM has a class for each kind of ModelOpt's formats
+        # Config.json says only "modelopt"; vLLM asks each of its classes in the same way.
         named = [get_quantization_config(name).override_quantization_method(content, None) for name in _OF_MODELOPT]
         method = next(filter(None, named), method)
     try:

@@ -46,6 +46,7 @@ class Checked(WeightTransferEngine[Any, Any]):
             # A draft model, which shares the target's embedding and output layer.
             shared = {id(parameter) for parameter in self._default_model.parameters()}
         served = {name for name, parameter in self.model.named_parameters() if id(parameter) not in shared}
+        # After this call, parameters are on the meta device until all tensors of their layer have arrived.
         initialize_layerwise_reload(self.model)
         _forget_packed_experts(self.model)
         # Expected names exist both while serving and while loading. While serving, a tied output layer has the
@@ -59,6 +60,7 @@ class Checked(WeightTransferEngine[Any, Any]):
     def receive_weights(self, update_info: Any) -> None:
         """Load one bucket with the backend."""
         model = self.model
+        # Backends of vLLM call `self.model.load_weights` and drop its result, the names of filled parameters.
         watched: Any = _Watched(model)
         self.model = watched
         try:
@@ -80,6 +82,7 @@ class Checked(WeightTransferEngine[Any, Any]):
         Raises:
             ValueError: a tensor was not read, or cast to codes of a quantization, or a parameter was not filled.
         """
+        # Before the check, because it also restores the layers that got no tensors.
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied(self.model)
         problems = [f"not read: {name}" for name in self._unread]
