@@ -71,6 +71,8 @@ class Interleave:
         if any(length % units for length in lengths):
             raise ValueError(f"lengths {list(lengths)} do not divide into {units} parts")
         parts = [length // units for length in lengths]
+        # For 8 rows of queries, 2 of keys and 2 units: rows 0 to 3 of the queries and row 0 of the keys, then rows 4 to
+        # 7 and row 1.
         ranges = []
         for unit in range(units):
             ranges += [SourceRange(source, unit * part, part) for source, part in enumerate(parts)]
@@ -100,6 +102,8 @@ class InterleaveBlocks:
         if any(length % units for length in chain(*self.blocks)):
             raise ValueError(f"blocks {self.blocks} do not divide into {units} parts")
         ranges = []
+        # One unit per query group for the fused queries, keys and values of Phi-3, one per rank for its fused gate and
+        # up.
         for unit in range(units):
             for source, blocks in enumerate(self.blocks):
                 ranges += self._parts(source, blocks, unit, units)

@@ -88,6 +88,7 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
             hint = f"if {others[0]} has the whole model, rename it to {SINGLE_NAME}"
         raise UserError(f"{hf_dir}: no {SINGLE_NAME} and no {INDEX_NAME}", hint)
     if (hf_dir / HEADS_FILE).is_file():
+        # No index names it, so that engines do not load the tensors of heads with the trunk.
         promised[HEADS_FILE] = None
 
     entries: dict[str, Entry] = {}

@@ -114,6 +114,8 @@ class EpisodeProcess(UserProcess):
             _Ended: the child has ended, or did not send a message in time.
         """
         try:
+            # A child whose event loop is blocked ends itself after BLOCKED times the limit. Only one that cannot even
+            # do this is silent for longer.
             return self._open().receive(BLOCKED * self.seconds + ASYNC_PATIENCE + PATIENCE)
         except (OSError, ValueError) as error:
             raise self._end_after(error) from None
@@ -158,6 +160,7 @@ class Episode:
         Args:
             depth: `Generation.draft_depths` of tokens whose depth the engine does not report.
         """
+        # The engine got the largest limit of all episodes of the batch.
         ids = completion.token_ids[: self.limit]
         log_p, depths = completion.log_p, completion.draft_depths
         self.ids += ids
@@ -342,6 +345,7 @@ class Conversations:
         failures = [episode.failure for episode in episodes if episode.failure]
         for reason, number in Counter(failure.reason for failure in failures).most_common():
             logger.warning("%s: %d of %d conversations failed: %s", self.process.given, number, len(episodes), reason)
+        # Single failures come from the model's answers, and all at once most likely from the user's code.
         self._num_failed = self._num_failed + 1 if len(failures) == len(episodes) else 0
         if self._num_failed == FAILURES_TO_END:
             last = failures[-1]

@@ -466,6 +466,7 @@ class _Feed:
     def give(self, item: Bucket | BaseException | None) -> None:
         """Pass a bucket, an error, or None at the end of a part, as soon as the thread asks for it. If the thread has
         ended, do nothing."""
+        # Waits until the server has received the last bucket, so that one bucket is in memory and not a whole model.
         self._is_sending = self._is_sending and self._asks.get()
         if self._is_sending:
             self._given.put(item)
@@ -482,6 +483,7 @@ class _Feed:
             draft = self._buckets() if has_draft else None
             self.server.served.update_weights(target, draft)
         finally:
+            # Also if the server fails: the main thread would otherwise wait for this thread forever.
             self._asks.put(False)
 
     def _buckets(self) -> Iterator[Bucket]:

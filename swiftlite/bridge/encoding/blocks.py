@@ -84,6 +84,7 @@ class Layout:
     def unpack(self, part: torch.Tensor, box: Box) -> torch.Tensor:
         """Return the numbers of a box of the matrix from the part of the stored tensor that `box` returns for it."""
         rows, columns = box
+        # Before unpacking, because the axis of the packing is that of the matrix.
         if self.is_transposed:
             part = part.T
         if self.packing is None:
@@ -93,6 +94,8 @@ class Layout:
         if packing.axis == 0:
             # The shift of a negative word moves in copies of its sign, which the mask removes.
             numbers = (part.int()[:, None, :] >> packing.shifts()[:, None]) & mask
+            # [words, columns] has become [words, numbers per word, columns], so the first two axes are consecutive
+            # rows.
             return _within(numbers.flatten(0, 1), rows, packing.per_word, 0)
         numbers = (part.int()[:, :, None] >> packing.shifts()) & mask
         return _within(numbers.flatten(1, 2), columns, packing.per_word, 1)
@@ -161,6 +164,7 @@ class Blocks:
     @property
     def grid(self) -> tuple[int, int]:
         """The number of blocks along each axis."""
+        # Rounded up: the last block of an axis can be smaller.
         rows, columns = (-(-length // n) for length, n in zip(self.shape, self.block, strict=True))
         return rows, columns
 
@@ -181,6 +185,7 @@ class Blocks:
 
     def boxes(self, box: Box) -> tuple[Box, ...]:
         blocks = self._blocks(box)
+        # In the order of `shapes`, from which the names of stored tensors and the parts in `read` follow.
         boxes = [self.codes.box(box), self.scales.box(blocks)]
         if self.zero_points:
             boxes.append(self.zero_points.box(blocks))

@@ -136,6 +136,7 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
         more: further options of the server.
     """
     options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": 0, "ctx_size": 256, "parallel": 1}
+    # Nothing is generated here, so the smallest context and no warmup are enough.
     options |= {"jinja": True, "no_warmup": True, **(more or {})}
     command = ServerCommand([*words, *flags(options)], SHORT_LOG)
     with serve_with_short_log(command, f"llama.cpp cannot load {file.name}") as server:

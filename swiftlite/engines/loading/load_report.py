@@ -203,6 +203,7 @@ class Loading:
         plain: list[str] = []
         for name, module in self.draft.named_modules():
             method = type(getattr(module, "quant_method", None)).__name__
+            # Engines also use torch's Linear for projections, which has no quant_method.
             if isinstance(module, nn.Linear) or method in _PLAIN_METHODS:
                 plain.append(name)
             elif method.endswith(("LinearMethod", "MoEMethod")):

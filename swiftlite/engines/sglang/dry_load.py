@@ -68,6 +68,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
     with loading.until_it_objects():
         with stage("SGLang rejected its options"):
             server_args = checked_options(_options(config, drafts))
+        # Layers read the options of the server from this context while they are built.
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         with one_rank(distributed):
             initialize_dp_attention(server_args)

@@ -90,6 +90,7 @@ class TransformersEngine:
         trunk: Any = load_trunk(replace(self._config, model=model))
         outside = model.family.outside(model.config)
         self._embedding_multiplier = 1.0 if outside.multiplies_in_embedding else outside.embedding_multiplier
+        # Separately, so that logits are computed only at the positions that verify drafts or choose a token.
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
         if outside.logits_divisor != 1 or outside.logits_cap is not None:
             self._output_layer = ScaledOutput(self._output_layer, outside)
@@ -217,6 +218,7 @@ class TransformersEngine:
             if self._heads is not None and features:
                 layer: Any = self._heads[0]
                 fed = layer.fused([fed, *features] if self._reads_state else features)
+            # Token by token, because a stop token or text can end inside of the accepted drafts.
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 answer.append(token)
@@ -414,6 +416,7 @@ def model_files(model: HfModel, buckets: Iterable[Bucket]) -> Iterator[HfModel]:
     with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as name:
         directory = Path(name)
         for path in model.directory.glob("*.json"):
+            # The index of the source names files that are not copied.
             if not path.name.endswith(".index.json"):
                 shutil.copy(path, directory)
         weight_map: dict[str, str] = {}
