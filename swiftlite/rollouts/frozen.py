@@ -59,6 +59,7 @@ class FrozenPolicy:
         for chunk, theirs in zip(self.chunks, policy, strict=True):
             current = dict(theirs.named_parameters())
             for name, parameter in chunk.named_parameters():
+                # By name, because the policy also has heads, which the reference model lacks.
                 parameter.mul_(1 - alpha).add_(current[name], alpha=alpha)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:

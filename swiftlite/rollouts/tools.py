@@ -142,6 +142,7 @@ def _execute(
     """Send the result of a function. This is the work of the forked process."""
     try:
         os.setpgid(0, 0)
+        # With the id from before the fork, because the parent can have ended in between.
         exit_with_parent(parent)
         limit_memory()
         try:
@@ -153,6 +154,7 @@ def _execute(
             answer = {"error": _cut(str(error)) or type(error).__name__}
         channel.sendall(json.dumps(answer).encode() + b"\n")
     finally:
+        # Without Python's exit handlers and buffers, which are copies of the parent's.
         os._exit(0)
 
 

@@ -152,6 +152,7 @@ def open_rollouts(run: Run) -> TrainBatches:
     with ExitStack() as stack:
         opened = _Opened(run, args, stack)
         if files.reads_only:
+            # Rounded up: the last generation can be used for fewer steps.
             on_first_rank(lambda: check_stored(files, -(-run.schedule.steps // files.steps)))
         # On the first rank alone, which is the only one that draws; the others get completions as arrays.
         on_first_rank(lambda: opened.open())

@@ -149,6 +149,7 @@ def quantization_problem(hf_config: HfConfig) -> str:
             shown = f"of {quantization.method}"
         return f"quantization_config {shown} is not supported; only {', '.join(others)} and {last} are"
     method = quantization.method
+    # The encoding finds its tensors by the names of this model's experts.
     if method in _ONLY_OF and hf_config.get("model_type") != _ONLY_OF[method]:
         return f"quantization_config of {method}: only supported for model_type {_ONLY_OF[method]!r}"
     if problem := CHECKS[method](content):
@@ -176,6 +177,7 @@ def _fp8_problem(quantization: Mapping[str, Any]) -> str:
 
 def _compressed_problem(quantization: Mapping[str, Any]) -> str:
     format = quantization.get("format")
+    # Sparse tensors have another layout, and transforms (rotations) also change the inputs of layers.
     for key in ("sparsity_config", "transform_config"):
         if quantization.get(key):
             return f"{key} is not supported"

@@ -86,6 +86,7 @@ def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
         target=found.architecture or None,
         draft=found.architecture if found.heads else None,
         num_mtp_heads=found.heads,
+        # llama.cpp runs the first head only.
         num_drafting=min(found.heads, 1),
         draft_modules=_types(found),
         verdict=verdict,

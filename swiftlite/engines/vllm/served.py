@@ -412,10 +412,13 @@ class _Server:
                 f"the server at {self.url} rejected the API key",
                 "set VLLM_API_KEY to the api_key of the server",
             )
+        # Routes for weights exist only with the option; those under /v1 exist in every server.
         if response.status == 404 and not path.startswith("/v1"):
             raise _without_option(self.url)
         if response.status != 200:
             text = (await response.text()).strip()[:2000]
+            # A server that fails is left out, and others get its prompts. A request that is rejected would be rejected
+            # by all.
             refusal = LostServer if response.status == 429 or response.status >= 500 else UserError
             raise refusal(f"the server at {self.url} rejected {path}: {text}", "see its log for the cause")
         if response.content_type == "application/json":
