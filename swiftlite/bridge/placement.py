@@ -56,8 +56,7 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
             tp_rank, tp_size, is_first_replica = _sharing(local_name, model)
             # megatron-core sets these attributes only on parameters that it shards (layers.py:101).
             is_sharded = getattr(tensor, "tensor_model_parallel", False) and tp_size > 1
-            # Parameters that are not split, such as norms, are equal on all tensor-parallel ranks: the first one writes
-            # them.
+            # Unsplit parameters, such as norms, are equal on all tensor-parallel ranks: the first one writes.
             # A later stage with MTP layers holds a copy of the embedding; only the first stage writes it.
             is_stage_copy = name.startswith("embedding.") and not model.pre_process
             writes = is_first_replica and (is_sharded or tp_rank == 0) and not is_stage_copy
@@ -199,8 +198,7 @@ def gather_from_all_ranks(value: Any) -> list[Any]:
 
 def all_ranks_see(directory: Path) -> bool:
     """Return whether all ranks can read files that the first rank writes to the directory. Collective."""
-    # A new file, because each machine can have a directory of this name on its own disk, even with files of an earlier
-    # run.
+    # A new file: each machine can have a directory of this name on its own disk, also with old files.
     token: list[Any] = [f".seen-by-all-{uuid4().hex}"]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(token, src=0)

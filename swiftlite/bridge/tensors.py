@@ -357,8 +357,7 @@ class ShardedFiles:
         for file, header in self._headers.items():
             try:
                 with self._temporary(file).open("wb") as out:
-                    # The space of every file is reserved before the first slice is written, because ranks fill all
-                    # files at the same time.
+                    # For all files before the first slice, because ranks fill all files at the same time.
                     _reserve(out.fileno(), size_of[file])
                     out.write(header)
             except OSError as error:
@@ -501,8 +500,7 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
             if 8 + header_size + end > size:
                 raise UserError(f"{path}: cut short: {key} ends at byte {8 + header_size + end}, the file at {size}")
             entries[key] = entry
-        # An empty tensor has the offset of the next tensor. It comes first, so that each tensor starts where the last
-        # one ends.
+        # An empty tensor has the offset of the next one. It comes first, so that offsets stay contiguous.
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
         _check_contiguous(path, entries, 8 + header_size, size)
         return entries
@@ -533,8 +531,7 @@ def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entr
         header[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # As in the safetensors package: the numbers start at a multiple of 8 bytes, so that readers can map them as any
-    # dtype.
+    # As in the safetensors package: data start at a multiple of 8 bytes, the size of the widest dtype.
     encoded += b" " * (-len(encoded) % 8)
     start = 8 + len(encoded)
     entries = {
@@ -596,8 +593,7 @@ def _chunks(
     everything = slice(None)
     first = divided.start
     while first < divided.stop:
-        # With blocks of 128 rows and a step of 100, the chunks are rows 0 to 127, 128 to 255, ...: each starts after
-        # the blocks of the last one.
+        # Blocks of 128 rows and a step of 100 give rows 0 to 127, 128 to 255, ...: no block is divided.
         box = align((*before, range(first, min(first + step, divided.stop)), *after))
         end = box[axis].stop
         part = slice(first - divided.start, end - divided.start)

@@ -59,8 +59,7 @@ class WeightsReport:
 
     def over_all_ranks(self) -> "WeightsReport":
         """Return the combined report of all ranks; collective."""
-        # Dictionaries instead of sets: tensor-parallel ranks report the same names, which stay in the order of the
-        # layers.
+        # Not sets: tensor-parallel ranks report the same names, which stay in the order of the layers.
         loaded: dict[str, None] = {}
         initialized: dict[str, str] = {}
         for report in placement.gather_from_all_ranks(self):
@@ -156,7 +155,7 @@ def _report(
     borrowed = {row.mcore: row for row in sources.borrowed}
     bound = [binding.shard.name for binding in bindings]
     loaded = tuple(name for name in bound if name not in borrowed)
-    # Frozen tensors of heads are copies for every value of mtp_init (`_sources`).
+    # Frozen tensors of heads are copies also with --mtp_init random (`_sources`).
     initialized: dict[str, str] = {
         name: "copy_last_layer" if borrowed[name].is_frozen else mtp_init for name in bound if name in borrowed
     }
@@ -318,8 +317,7 @@ def read_bindings(bindings: Sequence[Binding], checkpoint: Checkpoint, family: R
     """Read every slice of this rank in the order of the files, so that disks can read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
-        # The tensors of a row, such as those of queries, keys and values, are neighbors in most files: the first one
-        # decides.
+        # The first tensor decides, because those of a row (such as q, k and v) are neighbors in most files.
         entry = checkpoint.entries[next(iter(binding.row.hf))]
         return entry.file, entry.offset
 

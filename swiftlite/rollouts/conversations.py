@@ -114,8 +114,7 @@ class EpisodeProcess(UserProcess):
             _Ended: the child has ended, or did not send a message in time.
         """
         try:
-            # A child whose event loop is blocked ends itself after BLOCKED times the limit. Only one that cannot even
-            # do this is silent for longer.
+            # A child with a blocked loop ends itself after BLOCKED times the limit, unless it is stuck completely.
             return self._open().receive(BLOCKED * self.seconds + ASYNC_PATIENCE + PATIENCE)
         except (OSError, ValueError) as error:
             raise self._end_after(error) from None
@@ -302,8 +301,7 @@ class Conversations:
         sampling, max_tokens = generating.sampling, request["max_tokens"]
         try:
             new = episode.new_messages(request["messages"])
-            # The first call has the prompt's messages only; a later one must add a message, which the answer replies
-            # to.
+            # The first call has only the prompt's messages; a later one adds a message that the answer replies to.
             if bool(new) != bool(episode.ids):
                 expected = "messages after the last answer" if episode.ids else "the messages of the prompt"
                 raise RowError("messages", f"of a call of generate must be {expected}")

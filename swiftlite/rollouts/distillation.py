@@ -164,8 +164,7 @@ class Distillation:
 
     def _policy(self, step: int) -> dict[str, str]:
         """Return the identity of the policy that generates the completions of a step."""
-        # Steps on answers have no file. The weights follow from them by the rows and the options, which the identity
-        # contains.
+        # Steps on answers have no file: their effect on the weights follows from the rows and the options.
         before = next((each for each in reversed(range(step)) if is_on_policy(self.args, each)), -1)
         return self.files.policy_after(self.files.load_if_whole(before))
 

@@ -97,8 +97,7 @@ class Drawing:
             logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
         scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
         generation = replace(generation, figures={**generation.figures, **scored.metrics})
-        # Of conversations that failed: their scores would change the mean of their group, although they are not trained
-        # on.
+        # Of conversations that failed: they are not trained on, but their scores would change their group's mean.
         scores[generation.generated_lengths == 0] = np.nan
         return self.rated(replace(generation, scores=scores), len(scored.failures))
 

@@ -124,8 +124,7 @@ class _Episodes(Server):
     async def _report(self) -> None:
         """Say regularly that the event loop is not blocked."""
         while True:
-            # Set again while the loop runs; if it is blocked, nothing sets it again, and the process ends with a
-            # traceback.
+            # Set again in each round; a blocked loop does not get here, and the process ends with a traceback.
             self.limit_time(BLOCKED * self.seconds)
             if any(episode.computes for episode in self.episodes):
                 self.send({})

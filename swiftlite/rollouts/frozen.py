@@ -90,8 +90,7 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
         chunks, mesh = open_frozen(run, model, reference_layout(args), flag)
         reference = FrozenPolicy(args.ref_model or args.model, chunks, mesh, batches_of(run, mesh))
         if args.sync_ref_model:
-            # Before the checkpoint is read: parameters are mixed by name, and a missing one would fail in the middle of
-            # training.
+            # Parameters are mixed by name: a missing one would fail only in the middle of training.
             _check_same_parameters(run, reference.chunks, model, flag)
             if run.checkpoint:
                 load_checkpoint(run.checkpoint, reference.mesh, reference.chunks, is_verified=True, prefix=REFERENCE)

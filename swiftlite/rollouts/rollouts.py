@@ -246,8 +246,7 @@ class Rollouts:
     def _begin_ahead(self, number: int, stop: EarlyStop) -> None:
         """Send the weights, and begin to draw a generation, unless it is stored. Collective."""
         step = number * self.files.steps
-        # The first rank decides for all, because sending weights is collective, and file systems can show a new file at
-        # different times.
+        # One rank decides for all: sending is collective, and file systems can show a new file at different times.
         if step >= self.run.schedule.steps or on_first_rank(lambda: self.files.file(number).exists()):
             return
         self._send_weights(stop)

@@ -391,8 +391,7 @@ class _Dispatch:
             UserError: a server rejects a request.
         """
         checks = [load.served.check(load.session) for load in self.loads]
-        # A server that was restarted since it got the weights has those of its files. Later restarts are found by
-        # `watch`.
+        # A server restarted since it got weights has those of its files. `watch` finds later restarts.
         for load, error in zip(list(self.loads), await asyncio.gather(*checks, return_exceptions=True), strict=True):
             if isinstance(error, BaseException):
                 self._remove(load, error)

@@ -262,8 +262,7 @@ def on_first_rank(function: Callable[[], Any], answer: Callable[[Any], Any] | No
         except Exception as error:  # the other ranks must not wait for this one
             failure = error
             told = UserError(f"{type(error).__name__} on the first rank: {error}")
-    # The other ranks arrive here at once. Requests that `function` broadcasts on the first rank are answered in the
-    # loop.
+    # The other ranks wait here, and answer in the loop what `function` asks them on the first rank.
     outcome = [None, result, told]
     dist.broadcast_object_list(outcome)
     while outcome[0] is not None:

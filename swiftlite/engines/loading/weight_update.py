@@ -93,8 +93,7 @@ class WeightUpdate:
         self._draft: dict[str, Shape] = {}
         for head in range(model.heads.layers):
             self._draft |= shapes_of(family.head_rows(config, head))
-        # Draft classes copy the rows of the draft vocabulary from the trunk's output layer once (vllm/models.py:
-        # compute_logits).
+        # Draft classes copy the draft vocabulary's rows of the output layer once (vllm/models.py: compute_logits).
         self._drafted_rows_are_kept = drafts and bool(model.heads.draft_vocab)
         self._is_torn = False
 

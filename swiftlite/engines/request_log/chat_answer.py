@@ -77,8 +77,7 @@ class ChatAnswer:
         self._texts["content"] += part.get("content") or ""
         self._texts["reasoning_content"] += part.get("reasoning") or part.get("reasoning_content") or ""
         for number, call in enumerate(part.get("tool_calls") or []):
-            # A streamed call arrives in parts that have its index. Whole responses have no indices, so the place
-            # counts.
+            # The parts of a streamed call have its index. Whole responses have none, so the place counts.
             whole = self._calls.setdefault(
                 call.get("index", number), {"type": "function", "function": {"name": "", "arguments": ""}}
             )

@@ -81,8 +81,7 @@ class RequestLog:
             exchange.add_response(message)
 
         await self._app(scope, receive_and_keep, send_and_keep)
-        # After the response, so that no client waits for it, and in a thread, because a slow disk would block the
-        # server's loop.
+        # After the response, and in a thread: no client waits for the disk, and the server's loop continues.
         if line := exchange.line():
             await asyncio.to_thread(self._write, line)
 
@@ -117,8 +116,7 @@ class _Exchange:
                 self._answer.feed(message.get("body", b""))
             except UNEXPECTED_FORMAT:
                 self._answer = None
-            # If a client disconnects, this last message is missing, and the answer is cut off: not an example for
-            # training.
+            # If the client disconnects, this last message is missing: the answer is cut off, and not an example.
             self._is_complete = not message.get("more_body", False)
 
     def line(self) -> bytes | None:

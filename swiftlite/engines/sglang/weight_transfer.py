@@ -89,8 +89,7 @@ def take(
         else:
             if transfer.kept:
                 transfer.load(model, transfer.kept)
-            # Before the check, so that a failed transfer leaves nothing behind and SGLang may copy in threads again
-            # (`load_at_once`).
+            # Before the check, so that a failed transfer leaves nothing behind that `load_at_once` would see.
             del _transfers[model]
             if problems := transfer.problems(model, word):
                 return False, f"{type(model).__name__}:\n  " + "\n  ".join(problems)

@@ -187,8 +187,7 @@ class TransformersEngine:
             if num_drafted:
                 # Copied only if a draft can be rejected: these states are as large as the keys of many tokens.
                 begin = RecurrentStates(cache)
-            # The cache lacks the newest token, which the trunk has chosen but not read; in the first pass, the whole
-            # prompt.
+            # The cache lacks the newest token, which the trunk has not read, and in the first pass the whole prompt.
             new_ids = drafted_ids[:, cache.get_seq_length() :]
             before, after, features = self._states(new_ids, cache, images)
             # One row more than drafts: row i verifies draft i, and the last one chooses the token after all drafts.

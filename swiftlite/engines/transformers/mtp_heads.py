@@ -54,8 +54,7 @@ class MtpHead(nn.Module):
     ):
         super().__init__()
         size, norm = decoder.config.hidden_size, final_norm(decoder)
-        # Copies of the trunk's norm, because norms of families differ (Gemma's multiply with 1 + w). All weights are
-        # read later.
+        # Copies, because norms of families differ (Gemma's multiply by 1 + w). All weights are read later.
         self.enorm = deepcopy(norm)
         self.hnorm = deepcopy(norm)
         self.final_layernorm = deepcopy(norm)

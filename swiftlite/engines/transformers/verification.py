@@ -86,8 +86,7 @@ def verify(
         q_KV: distribution that each draft was sampled from.
         p_KV: the trunk's distributions, with one row more than there are drafts.
     """
-    # One number for each draft, also those behind a rejected one, so that the next numbers do not depend on the
-    # acceptance.
+    # One number per draft, also behind a rejected one: later random numbers do not depend on the acceptance.
     luck_K = torch.rand(len(drafts_K), generator=generator, device=q_KV.device)
     place_K = torch.arange(len(drafts_K), device=q_KV.device)
     is_kept_K = luck_K * q_KV[place_K, drafts_K] < p_KV[place_K, drafts_K]

@@ -102,8 +102,7 @@ def _route(
     Args:
         scale: factor of the weights.
     """
-    # As _grouped_topk in vLLM's cpu_router.py, without groups: the bias selects experts, and weights are scores without
-    # it.
+    # As _grouped_topk in cpu_router.py, without groups: scores with the bias select, those without it weigh.
     scores_TE = score(gating_output.float())
     expert_TK = (scores_TE + bias_E).topk(topk, dim=-1).indices
     weight_TK = scores_TE.gather(1, expert_TK)

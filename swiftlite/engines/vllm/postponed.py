@@ -79,8 +79,7 @@ class Postponed:
         row = 0
         for step in self.steps:
             for request, position in zip(step.requests, step.positions.tolist(), strict=True):
-                # Attention takes the rows of a request for its last positions, without a gap: of 7, 8 and 10, only 10
-                # is kept.
+                # Attention takes a request's rows for its last positions, without a gap: of 7, 8 and 10, only 10 stays.
                 if last.get(request) != position - 1:
                     found[request] = []
                 found[request].append(row)

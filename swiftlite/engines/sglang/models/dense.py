@@ -152,8 +152,7 @@ class NoWindowTrunk(Trunk):
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        # Checked when the model is built: with shorter sequences, a window would have no effect, and answers are
-        # correct.
+        # In shorter sequences the window has no effect, so SGLang's answers are correct.
         window = config.sliding_window
         server_args: Any = get_server_args()
         longest = server_args.context_length or config.max_position_embeddings
@@ -257,8 +256,7 @@ class MtpHead(nn.Module):
                 positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch, residual=None
             )
             return self.norm(state_TH, residual_TH)[0]
-        # As at the entry of a trunk (layer_boundary/residual/batch.py: start), because layers add to the residual of
-        # the batch.
+        # As at the entry of a trunk (layer_boundary/residual/batch.py: start): layers add to the batch's residual.
         residual_batch.start(forward_batch)
         state_TH = self.layers[0](positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch)
         return residual_batch.final_norm(state_TH, forward_batch, self.norm)
