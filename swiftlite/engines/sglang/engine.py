@@ -92,7 +92,7 @@ class SglangEngine:
             self._engine.tokenizer_manager.auto_create_handle_loop()  # requires a running event loop
 
         self._engine.loop.run_until_complete(begin())
-        # Both: asyncio has its own handler, and removing it sets the default one of the process.
+        # Removing asyncio's handler sets the default one of the process, so the earlier one is set after it.
         self._engine.loop.remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, before)
 

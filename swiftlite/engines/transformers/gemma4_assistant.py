@@ -84,7 +84,7 @@ class Gemma4Assistant(nn.Module):
         of_layers: Any = cache.layers
         for layer, kept in zip(self._read_layers, of_layers, strict=True):
             is_windowed = layer.self_attn.layer_type == "sliding_attention"
-            # The cache keeps all keys of the row, and the mask below lets all keys through that are passed.
+            # The window is applied here, because the cache keeps all keys and the mask below hides none.
             first = max(end - window, 0) if is_windowed else 0
             shared[layer.self_attn.layer_type] = (kept.keys[:, :, first:], kept.values[:, :, first:])
         return network.model(

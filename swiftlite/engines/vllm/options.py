@@ -334,7 +334,7 @@ def check_quantization(model: HfModel) -> None:
     content = dict(quantization.content)
     method = quantization.method
     if method == "modelopt":  # vLLM has a class for each kind of ModelOpt's formats
-        # Config.json says only "modelopt"; vLLM asks each of its classes in the same way.
+        # config.json says only "modelopt", so each class is asked, as vLLM does.
         named = [get_quantization_config(name).override_quantization_method(content, None) for name in _OF_MODELOPT]
         method = next(filter(None, named), method)
     try:
