@@ -38,6 +38,8 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
         for row in family.head_rows(hf_config, head):
             source = trunk.get(sources.get(row.mcore, ""))
             if source is not None and _size(source) == _size(row):
+                # The trunk's tensors for the head's parameter: they are read again instead of copied in memory, in any
+                # layout.
                 rows.append(replace(source, mcore=row.mcore))
     return rows
 

@@ -196,6 +196,7 @@ def graft_heads(
     depth = placement.mtp_num_layers(model_chunks)
     with Checkpoint(graft_from, format_of(base_config)) as base:
         _check_mtp_depth(depth, base, family, base_config)
+        # From the base's own config, because names depend on it: heads of GLM-4.5 are numbered after its last layer.
         rows = _head_rows(family, base_config, depth)
         _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)
         _check_numbers(rows, base)
@@ -265,6 +266,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
         _check_mtp_depth(depth, checkpoint, family, hf_config)
         return _Sources(family.rows(hf_config, depth), dropped=derived)
     trunk = family.rows(hf_config, 0)
+    # Also with another mtp_init: the checkpoint's heads are replaced by new ones.
     dropped = derived + mtp_keys(checkpoint.entries, family, hf_config)
     new = [row for row in trunk if row.can_be_new and checkpoint.entries.keys().isdisjoint(row.hf)]
     if new:  # a model with such parameters has no heads

@@ -243,6 +243,8 @@ class Conversations:
         generating.answer(unanswered)
         figures |= self._figures(episodes, counts)
         self._check_failures(episodes)
+        # A conversation that failed stays in the generation, so that groups have equal sizes, but nothing of it is
+        # trained on.
         masks = [[bool(each) and not episode.failure for each in episode.is_generated] for episode in episodes]
         completions = [episode.completion() for episode in episodes]
         return Drawn(completions, generating.counts, generating.seconds, masks, figures)

@@ -181,6 +181,7 @@ class Distillation:
 
     def _open(self, step: int, prompts: Sequence[Sample]) -> Generation:
         """Return the completions of a step; the weights are those before it. Collective."""
+        # Read on one rank and sent, because machines of other ranks may not have the directory.
         if stored := on_first_rank(lambda: self._read(step, prompts)):
             return stored
 

@@ -161,6 +161,7 @@ class GenerationFiles:
         expected = np.concatenate([prompt.input_ids for prompt in prompts])
         if not np.array_equal(generation.prompt_ids, expected):
             raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
+        # Digests instead of paths, so that a moved dataset is accepted and a changed image is not.
         stored = generation.images or [()] * len(generation)
         for found, prompt in zip(stored, prompts, strict=True):
             images = images_of(prompt)

@@ -195,6 +195,8 @@ def _experts_of(key: str, entry: Entry, has_bias: bool, is_transposed: bool) -> 
     experts = {}
     for expert in range(num_experts):
         for number, matrix in enumerate(parts):
+            # In [experts, 2 * ffn, hidden], the gate of expert e begins at row 2e * ffn of the flat rows, and up at (2e
+            # + 1) * ffn.
             offset = entry.offset + expert * expert_bytes + number * part_bytes
             experts[f"{prefix}.{expert}.{matrix}.weight"] = replace(part, offset=offset)
     return experts
@@ -221,6 +223,7 @@ def _transposed_experts(prefix: str, name: str, entry: Entry) -> dict[str, Entry
     if name in _TRANSPOSED:
         part = replace(entry, shape=tuple(shape[::-1]), is_transposed=True)
     else:
+        # Codes of gpt-oss are [experts, rows, groups, bytes of a group]: the last two axes are one row of the matrix.
         part = replace(entry, shape=(shape[0], prod(shape[1:])) if len(shape) > 1 else tuple(shape))
     return {
         f"{prefix}.{expert}.{name}": replace(part, offset=entry.offset + expert * part.nbytes)

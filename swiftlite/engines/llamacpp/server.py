@@ -131,6 +131,7 @@ def server_options(
         # llama.cpp divides this size among its slots.
         "ctx_size": slots * max_length(model, max_model_len),
         "metrics": True,
+        # Without Jinja, llama.cpp knows only a list of formats, and not the template of the model.
         "jinja": True,
     }
     if torch_dtype == "float32":

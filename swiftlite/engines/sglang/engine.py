@@ -165,6 +165,7 @@ def sampling_params(sampling: Sampling, place: int, room: int) -> dict[str, Any]
     return {
         "temperature": sampling.temperature,
         **filters_of(sampling),
+        # SGLang's number for all tokens.
         "top_k": sampling.top_k or -1,
         "max_new_tokens": min(sampling.max_new_tokens, room),
         "stop_token_ids": list(sampling.stop_token_ids),

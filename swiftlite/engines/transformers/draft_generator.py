@@ -145,6 +145,7 @@ class DraftGenerator(CandidateGenerator):
         ids = input_ids
         drawn_from: list[torch.Tensor] = []
         self._steps.begin(ids, model_outputs.hidden_states[-1])
+        # Every draft is processed with the text up to it: a repetition penalty depends on the drafts before it.
         for number in range(self._steps.num_tokens):
             logits = self._steps.logits(number, ids)
             if self._logits_processor is not None:

@@ -85,6 +85,7 @@ class Checked(WeightTransferEngine[Any, Any]):
         # Before the check, because it also restores the layers that got no tensors.
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied(self.model)
+        # Both directions: a renamed tensor is unread, and its parameter unfilled.
         problems = [f"not read: {name}" for name in self._unread]
         problems += [f"not filled: {name}" for name in sorted(self._expected - self._loaded)]
         problems += self._casts
