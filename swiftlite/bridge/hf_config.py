@@ -156,6 +156,7 @@ def _tensor_names(hf_dir: Path) -> list[str]:
         if (hf_dir / _INDEX).is_file():
             return [str(name) for name in read_json(hf_dir / _INDEX)["weight_map"]]
         with (hf_dir / _SINGLE).open("rb") as file:
+            # By hand, because this module is imported without torch. A damaged file can state any length.
             length = int.from_bytes(file.read(8), "little")
             return [str(name) for name in parse_json(file.read(min(length, _MOST_HEADER_BYTES)).decode())]
     except (OSError, ValueError, KeyError, TypeError):

@@ -102,6 +102,7 @@ class ChatPrompt(ImagePrompt):
         Raises:
             UserError: an image has changed since the row was read.
         """
+        # Images of a prompt have the order of their parts in the messages.
         images = iter(prompt.images)
         messages = []
         for message in chat.messages:

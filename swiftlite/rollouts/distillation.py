@@ -235,6 +235,7 @@ def open_distillation(run: Run) -> TrainBatches:
     assert isinstance(args, GkdArgs)
     files = GenerationFiles(run, args, ("temperature", "max_completion_length"))
     with ExitStack() as stack:
+        # A list instead of a result, because results of `on_first_rank` are sent to all ranks.
         engines: list[Engine] = []
 
         def start() -> None:

@@ -108,10 +108,12 @@ class Drawing:
             num_failures: number of failed calls of reward functions.
         """
         found = compute_advantages(generation.scores, self.advantages)
+        # Rewards are finite, but their sum with large weights can overflow.
         if not np.isfinite(found.advantages).all():
             weights = " ".join(map(str, self.advantages.weights))
             raise UserError(f"--reward_weights {weights}: advantages are not finite", "use smaller weights")
         figures = reward_figures(found, self.rewards.names, num_failures)
+        # `needs_scores` compares these with the settings of a resumed run.
         settings = {**generation.settings, "has_failures": bool(num_failures), SCORING: self.settings}
         return replace(
             generation,

@@ -217,6 +217,7 @@ class Generation:
                 arrays[name] = np.full(len(arrays["completion_ids"]), _USUAL[name], _ARRAYS[name])
             images = _checked_files(header.get("images", ()))  # absent in files of earlier releases
             generation = cls(**arrays, figures=header["figures"], settings=header["settings"], images=images)
+            # Files can come from another run. A wrong length would otherwise only show as tokens of other completions.
             problem = generation._problem()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"

@@ -112,6 +112,7 @@ def all_scores(models: Sequence[RewardModel], rows: Sequence[Sequence[Sequence[i
 
 def reward_process(args: GrpoArgs) -> RewardProcess:
     """Return the process of the reward functions, which is not started. It has no reward models with a layout."""
+    # Models with a layout are on the ranks of the run, and not in the process of the functions.
     if reward_models_on_ranks(args):
         args = replace(args, reward_model=[])
     return RewardProcess(reward_names_of(args), args.external_plugins, reward_settings_of(args))

@@ -95,6 +95,7 @@ class GenerationFiles:
             UserError: the file is damaged.
         """
         path = self.file(number)
+        # A missing generation of another run is an error, which `load` raises.
         if not self.reads_only and not path.exists():
             return None
         generation = Generation.load(path, self._hint)
@@ -134,6 +135,7 @@ class GenerationFiles:
         num_unneeded = sum(number < done // self.steps for number in numbers) - 1 - self.lag
         for number in numbers[: max(min(num_unneeded, len(numbers) - limit), 0)]:
             path = self.file(number)
+            # The file that marks a generation as complete is deleted last.
             path.with_suffix(".jsonl").unlink(missing_ok=True)
             path.unlink()
 

@@ -217,6 +217,7 @@ class _Opened:
         if args.rollouts_from:
             return
         check_writable("--output_dir", self.run.output_dir / FOLDER)
+        # Before the engine, so that an error in the user's file is shown in seconds.
         rewards = self.stack.enter_context(reward_process(args))
         episodes = episode_process(args)
         if episodes is not None:

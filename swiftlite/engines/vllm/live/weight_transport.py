@@ -136,6 +136,7 @@ class Nccl:
             rank=0,
             master_address=self._address,
             master_port=get_open_port(),
+            # This process and all workers.
             world_size=1 + self._num_workers,
             packed_buffer_size_bytes=_WHOLE_BUCKET,
         )
