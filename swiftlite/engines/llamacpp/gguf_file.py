@@ -60,6 +60,7 @@ def _write_once(
                 logger.info("converting %s to %s (only once)", model.directory, file)
                 try:
                     write(model, writing, gguf_type)
+                    # A file has its name only when it is complete, so another process never serves a part.
                     writing.rename(file)
                 finally:
                     writing.unlink(missing_ok=True)

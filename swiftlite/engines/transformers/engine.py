@@ -70,6 +70,7 @@ class TransformersEngine:
         num_tokens = config.num_speculative_tokens
         if num_tokens is None:
             num_tokens = model.heads.drafts
+        # Without a number, drafts are wanted: `require_heads` then reports a model without heads.
         if num_tokens or config.num_speculative_tokens is None:
             require_heads(model, SERVED)
         self._num_head_tokens = num_tokens
@@ -374,10 +375,12 @@ def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]
         config = AutoConfig.from_pretrained(model.directory, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
+            # transformers would otherwise build quantized modules, into which decoded tensors do not fit.
             delattr(part, "quantization_config")
     if model_class not in (AutoModelForCausalLM, AutoModelForImageTextToText):
         return model_class, config
     with torch.device("meta"):
+        # Only for its class: modules on the meta device take no memory.
         trunk = model_class.from_config(config, trust_remote_code=trust_remote_code)
     return type(trunk), trunk.config
 

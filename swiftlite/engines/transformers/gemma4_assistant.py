@@ -65,6 +65,7 @@ class Gemma4Assistant(nn.Module):
         for number, (layer, input_BSH) in enumerate(zip(self._read_layers, inputs_BSH, strict=True)):
             attention, normed_BSH = layer.self_attn, layer.input_layernorm(input_BSH)
             projected_BSGD = attention.k_proj(normed_BSH).unflatten(-1, (-1, attention.head_dim))
+            # In full attention of Gemma 4, keys before their norm and rotation are the values (attention_k_eq_v).
             values_BSGD = projected_BSGD
             if attention.v_proj is not None:
                 values_BSGD = attention.v_proj(normed_BSH).view(projected_BSGD.shape)

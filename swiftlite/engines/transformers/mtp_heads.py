@@ -79,6 +79,7 @@ class MtpHead(nn.Module):
         self._has_indexer = has_indexer
         if has_indexer:
             self.transformer_layer.self_attn.indexer.layer_idx = 0
+            # The indexer reads the mask, which transformers leaves out where a kernel can be causal without it.
             self.make_mask = partial(create_causal_mask, allow_is_causal_skip=False)
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:

@@ -248,6 +248,7 @@ class MtpDraft(nn.Module):
         config: Any = speculative.draft_model_config.hf_config
         self.config = config
         depth = heads_of(config).layers
+        # Not num_speculative_tokens, which with drafts from the text is their number.
         check_draft_steps(head_tokens(vllm_config), depth, runs_all_heads=vllm_config.use_v2_model_runner)
         # KV caches have the names of layers, which must differ from the trunk's model.layers.*.
         layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
@@ -523,6 +524,7 @@ class GptOssMTPModel(MtpDraft):
         quant_config = vllm_config.quant_config
         if getattr(quant_config, "get_name", str)() in _MXFP4:  # of the trunk; experts of heads are plain
             quant_config = None
+        # TransformerBlock takes no config of the model, only vLLM's whole config.
         own = _with_config(vllm_config, config)
         own.quant_config = quant_config
         return gpt_oss.TransformerBlock(own, quant_config, prefix)  # pyright: ignore[reportArgumentType]
@@ -537,6 +539,7 @@ class GptOssMTPModel(MtpDraft):
         ]
 
     def name_on_disk(self, name: str) -> str:
+        # vLLM's layer of gpt-oss has its own name for the attention.
         return super().name_on_disk(name).replace(".attn.", ".self_attn.", 1)
 
     def load_weights(self, weights: Weights) -> set[str]:

@@ -97,6 +97,7 @@ class Gemma3ForCausalLM(Trunk, gemma3_causal.Gemma3ForCausalLM):
         for name, tensor in weights:
             if name == "lm_head.weight" and not self.config.tie_word_embeddings:
                 weight: Any = self.lm_head.weight
+                # The parameter's own loader selects the rows of this tensor-parallel rank.
                 weight.weight_loader(weight, tensor)
             else:
                 yield name, tensor
@@ -108,6 +109,7 @@ class SharingTrunk(Trunk):
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the matrices of embedding and output layer."""
         trunk: Any = self
+        # SGLang's EAGLE worker asks the target for both, and gives them to `set_embed_and_head` of the draft.
         return trunk.model.embed_tokens.weight, trunk.lm_head.weight
 
 
