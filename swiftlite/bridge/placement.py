@@ -96,6 +96,7 @@ def global_name(local_name: str, model: nn.Module) -> str:
     name = _WRAPPERS.sub("", local_name)
     if match := _EXPERTS.search(name):
         mixture = cast(MoELayer, model.get_submodule(name[: match.start()]))
+        # With 8 experts on 2 ranks, the first expert of the second rank is number 4.
         number = mixture.local_expert_indices[int(match.group(1))]
         name = f"{name[: match.start(1)]}{number}{name[match.end(1) :]}"
     if match := _NUMBERED_LAYER.match(name):
@@ -123,6 +124,7 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
     def may_be(name: str) -> bool:
         if _module_of(name) not in held_modules:
             layer = _NUMBERED_LAYER.match(name)
+            # Layer 7 of a model with 4 layers is on no rank, in any layout: a row for it is a mistake.
             is_in_model = layer is None or int(layer.group(2)) < num_layers[layer.group(1)]
             is_in_files = not holds_decoder_layers(model_chunks) and decoder_layer_of(name) is not None
             return (num_stages > 1 or is_in_files) and is_in_model

@@ -97,6 +97,7 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
         try:
             found = _read_header(hf_dir, file)
         except UserError as error:
+            # Collected, because `doctor` and errors list the problems of all files at once.
             problems.append(error.problem)
             continue
         if keys is not None:
@@ -114,6 +115,7 @@ def as_read(hf_dir: Path, stored: Mapping[str, Entry], format: Format | None) ->
     """Return the tensors of files after decoding: single experts instead of stacks, and decoded tensors instead of
     codes and scales.
     """
+    # Files of a model that is not quantized have no qweight.
     if format is not None:
         unused = _added_biases(hf_dir, stored)
         stored = {key: entry for key, entry in stored.items() if key not in unused}

@@ -92,6 +92,7 @@ class Turns:
         """Return an answer as a message, with `tool_calls` if it has any. A call that is not valid has an "error"."""
         if self._has_parser and (parsed := self._parsed(ids, prompt)):
             return parsed
+        # The end of the turn belongs to the template, not to the text.
         text_ids = list(ids[:-1] if ids[-1] in self._stops else ids)
         text = self.template.decode(text_ids)
         calls = [_read_call(found) for found in HERMES.findall(text)]

@@ -221,6 +221,7 @@ class Blocks:
             numbers = numbers - zero_points.to(dtype)[rows][:, columns]
         elif self.zero_point:
             numbers = numbers - self.zero_point
+        # Each scale is repeated over the rows and the columns of its block.
         return numbers * scales[rows][:, columns]
 
     def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:

@@ -118,6 +118,7 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             stacked[name] = tensors[name]
         elif name.endswith(".experts.gate_up_proj") and not has_gates:
             stacked[name.replace("gate_up_proj", "up_proj")] = torch.stack(parts)
+        # Only gpt-oss has biases of experts, and its stacks are transposed.
         elif f"{name}_bias" in members:
             stacked[name] = torch.stack([part.T for part in parts])
         elif name.endswith("_bias") or _MATRIX_STACK.fullmatch(name):

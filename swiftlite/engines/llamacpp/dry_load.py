@@ -63,6 +63,7 @@ def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
     Raises:
         UserError: the file is damaged, or has only a drafter.
     """
+    # A trunk and its drafter are two files, and the trunk's own metadata do not name the drafter.
     if draft_file_of(file).is_file():
         return _of_two_files(file, draft_file_of(file))
     found = examine(file)

@@ -76,6 +76,7 @@ def take(
     Returns:
         Whether it succeeded, and a message. Nothing is raised, because an exception would end SGLang.
     """
+    # SGLang's own formats stay available to other programs.
     if load_format not in (LOAD, KEEP, FINISH):
         return stock(updater, named_tensors=named_tensors, load_format=load_format)
     model = updater.get_model()

@@ -139,6 +139,7 @@ class DraftGenerator(CandidateGenerator):
             The ids with the drafts, and the logits [1, drafts, V] from which the drafts were sampled. The logits are
                 None if the most likely tokens were drafted; verification then treats drafts as certain.
         """
+        # There is no state of the trunk from which a head could draft.
         if is_first_iteration:
             self._steps.reset()
             return input_ids, None

@@ -133,6 +133,7 @@ def postponing(
     if not can_postpone(proposer, num_speculative_tokens, inputs):
         _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))
         return propose(proposer, num_speculative_tokens=num_speculative_tokens, **inputs)
+    # One token of each request (`can_postpone`), so rows are requests.
     number = len(postponed.requests)
     if postponed.num_tokens + number > proposer.hidden_states.shape[0]:  # the space of one call
         _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))

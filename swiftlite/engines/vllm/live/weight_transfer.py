@@ -52,6 +52,7 @@ class Checked(WeightTransferEngine[Any, Any]):
         # Expected names exist both while serving and while loading. While serving, a tied output layer has the
         # embedding's name; while loading, derived parameters (W_UV of latent attention) do not exist.
         expected = served & {name for name, _ in self.model.named_parameters()}
+        # Parameters outside of the language model keep the values of the files with which the engine started.
         self._expected = {name for name in expected if not name.startswith(CARRIED)}
         self._loaded: set[str] = set()
         self._unread: list[str] = []
