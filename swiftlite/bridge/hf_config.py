@@ -78,6 +78,7 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
     layers = hf_config.get("layers_block_type")
     if "num_hidden_layers" not in hf_config and isinstance(layers, list):  # of Nemotron 3 Ultra
         hf_config["num_hidden_layers"] = len(layers)
+    # config.json has precedence over ModelOpt's own file.
     if "quantization_config" not in hf_config and (hf_dir / MODELOPT_FILE).is_file():
         hf_config["quantization_config"] = _modelopt_quantization(hf_dir / MODELOPT_FILE)
     quantization = hf_config.get("quantization_config")

@@ -64,7 +64,9 @@ class _Episodes(Server):
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _serve(self) -> None:
+        # asyncio's limit of 64 KiB per line is too small for the conversations of a generation.
         reader, self._writer = await asyncio.open_connection(sock=self.channel, limit=MAX_REQUEST)
+        # The import of a user's file can hang.
         self.limit_time(LOAD_SECONDS)
         try:
             self.send(self._load(json.loads(await reader.readline())))
@@ -99,6 +101,7 @@ class _Episodes(Server):
         self.seconds = request["timeout"]
         paths = [Path(path) for path in request["paths"]]
         modules = [
+            # The bytes of the file, sent as JSON: latin-1 has one character for each byte.
             import_plugin(path, source.encode("latin-1"))
             for path, source in zip(paths, request["sources"], strict=True)
         ]

@@ -119,6 +119,7 @@ async def call_in_time(function: Callable[..., Any], arguments: Mapping[str, Any
     theirs.close()
     with suppress(OSError):  # the process does the same, and one of the two is first
         os.setpgid(pid, pid)
+    # A character takes up to 12 bytes in JSON.
     reader, writer = await asyncio.open_connection(sock=ours, limit=20 * MAX_OUTPUT)
     try:
         async with asyncio.timeout(seconds):

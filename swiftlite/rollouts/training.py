@@ -93,8 +93,10 @@ def load_scored_prompts(args: GrpoArgs, encoder: Encoder, vocab_size: int) -> Da
         if not args.rollouts_from:
             on_first_rank(lambda: _enter(stack, rewards))
         episodes = episode_process(args)
+        # Stored completions need the tools as well, because their schemas are a part of the prompts.
         if episodes is not None and (args.tools or not args.rollouts_from):
             on_first_rank(lambda: _enter(stack, episodes))
+            # Only the first rank imports the user's file; all ranks tokenize the schemas.
             encoder = with_tools(encoder, on_first_rank(lambda: episodes.schemas))
         data = load_data(args, encoder, vocab_size, _offered(args))
 

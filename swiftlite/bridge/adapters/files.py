@@ -119,6 +119,7 @@ def write_adapter(
         "inference_mode": True,
     }
     atomic_write(directory / ADAPTER_CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    # safetensors refuses tensors with gaps between their rows.
     content = {_PREFIX + key: tensor.contiguous() for key, tensor in (*tensors.items(), *saved.items())}
     atomic_write(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
 

@@ -71,6 +71,7 @@ def bucket_file(bucket: Bucket) -> Iterator[Path]:
     """Write a bucket to a safetensors file in the temporary directory, which is deleted when the context ends."""
     with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as directory:
         path = Path(directory, "bucket.safetensors")
+        # safetensors refuses views with gaps.
         save_file({key: tensor.contiguous() for key, tensor in bucket.items()}, path)
         yield path
 

@@ -154,6 +154,7 @@ def _make_row(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]
     contents = [message.get("content") for message in messages]
     if any(isinstance(content, list) and has_image_parts(content) for content in contents):
         no_images = None
+    # The parser of training, so that each logged line can be trained on.
     conversation = parse_row({"messages": messages, "tools": request.get("tools")}, no_images=no_images)
     if not all(image.to_text().startswith("data:") for image in conversation.images):
         raise ValueError("names images that the request does not contain")

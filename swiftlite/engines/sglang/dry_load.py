@@ -99,6 +99,7 @@ def _draft_models(model: HfModel) -> list[int | None]:
 
 def _replaced(loading: Loading) -> list[str]:
     """Return a description of the tensors in the draft model that are later overwritten by other tensors."""
+    # Some classes load all heads into the same parameters, without an error.
     keys = sorted(key for key in loading.recorder.replaced if not key.endswith((*SHARED, OF_ORDER)))
     return [f"{type(loading.draft).__name__} overwrites {key} with another tensor" for key in some(keys)]
 
