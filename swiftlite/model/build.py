@@ -85,6 +85,7 @@ def build_config(
         **low_precision,
         **indexer_fields,
         mtp_num_layers=mtp_num_layers or None,
+        # gloo sends from the tensor itself, which would be freed before it is sent.
         deallocate_pipeline_outputs=device.is_cuda,
         moe_token_dispatcher_type=moe.moe_token_dispatcher_type,
         moe_flex_dispatcher_backend=moe.moe_flex_dispatcher_backend,
@@ -220,6 +221,7 @@ def build_model(
             settings=used.mcore_config,
         )
         rotary_pos_emb = _rotary_embedding(architecture, mcore_config.get("hf_rope", hf_config), mesh, dtype)
+        # megatron-core's MTP layers and experts read its global process groups when they are built.
         with mesh.active():
             stage = _stage(config, architecture, mesh, vp_stage, used, drafter)
             chunk = GPTModel(config, used, stage, architecture.outside, rotary_pos_emb, mesh.groups)
@@ -237,6 +239,7 @@ def _rotary_embedding(
             its config holds them separately.
     """
     outside = architecture.outside
+    # Then rotations are computed in float32, and only their results are rounded (`rope.rotate`).
     if outside.rotary_rounds_last:
         dtype = torch.float32
     if outside.ropes:
@@ -260,6 +263,7 @@ def _stage(
     layout, heads, drafting = mesh.layout, settings.heads, settings.drafting
     pp_rank = mesh.pp.rank()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
+    # Ranks take turns: of 2 ranks with 2 virtual stages each, rank 0 has the stages 0 and 2.
     stage = vp_stage * mesh.pp.size() + pp_rank
     first_layer = sum(per_stage[:stage])
     layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
@@ -273,6 +277,7 @@ def _stage(
         num_deepstack = architecture.tower.num_deepstack
         per_stage_sent = tower_outputs_sent(layout, config.num_layers, heads.drafts, num_deepstack)
         sent_outputs = SentOutputs(per_stage_sent, stage, 1 + num_deepstack)
+        # Only here: its outputs are sent on to the stages that read them.
         if stage == 0:
             tower = TOWERS[type(architecture.tower)](architecture.tower, config)
     follows_norm = first_layer == config.num_layers
@@ -309,6 +314,7 @@ def sharing_of(architecture: Architecture, layout: ParallelLayout, per_stage: Se
     tp = layout.tensor_model_parallel_size
     return Sharing(
         [architecture.cross_layer_reads(end) for end in accumulate(per_stage[:-1])],
+        # Each tensor-parallel rank sends the keys of its own heads to the same rank of the next stage.
         {number: (attention.groups // tp, attention.head_dim) for number, attention in attentions.items()},
         architecture.outside.own_inputs,
         architecture.outside.hidden,

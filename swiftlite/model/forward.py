@@ -103,6 +103,7 @@ def run_batches(
 
     With `forward_only`, work can be ended within a context of `between_groups`.
     """
+    # One per virtual stage: megatron-core's interleaved schedule advances each separately.
     iterators = [on_this_rank(batches, mesh) for _ in model]
     shapes, num_items = [], []
     for batch in batches:  # once, because lazy batches are collated each time

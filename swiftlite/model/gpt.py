@@ -156,8 +156,10 @@ class GPTModel(AddsGradients, McoreGPTModel):
             vp_stage=stage.vp_stage,
         )
         self._complete_heads(outside)
+        # With sequence parallelism, each rank writes the tower's outputs only into its part of the row.
         if self.tower is not None:
             sum_over_sequence_ranks(config, self.tower.parameters())
+        # Not persistent: the rows depend on the tensor-parallel rank, and follow from `Heads.draft_vocab`.
         self.register_buffer("drafted_rows", self._find_drafted_rows(), persistent=False)
         self.returns_matrix_gradient = True
         self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
@@ -221,6 +223,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         """
         tower_outputs = None
         if self.follows_heads:
+            # The schedule sets the received tensor there (`GPTModel.set_input_tensor`), also without decoder layers.
             states = StageStates.from_wire(self.decoder.input_tensor, num_heads=self.heads.drafts)
         else:
             tower_outputs = trunk.tower_outputs if trunk else self._tower_outputs(inputs.tower_inputs)
@@ -256,6 +259,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             return states
 
         def rotary(offset: int) -> torch.Tensor:
+            # Only unrolled heads and blocks have an offset; without one, the heads share the trunk's.
             return self.rotary_emb(inputs, offset) if offset else rotary_emb
 
         input_SBH = states.head_input(self.heads.reads_state)
@@ -269,6 +273,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             placed=mtp_placed,
             drafted=inputs.drafted,
         )
+        # Without the state before the norm and the features, which no later stage reads.
         return StageStates(states.trunk_SBH, heads_SBH=heads_SBH)
 
     @torch.no_grad()
@@ -335,8 +340,10 @@ class GPTModel(AddsGradients, McoreGPTModel):
             )
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, received)
+            # Also the features: a drafter that reads nothing else would leave this stage's input without a gradient.
             features_SBH = [_NoGradient.apply(each_SBH, received) for each_SBH in features_SBH]
         if isinstance(mask, Selections):
+            # After `_frozen`: inside of it, the losses of indexers would be attached without a gradient.
             hidden_SBH = mask.attach_losses(hidden_SBH)
         return replace(self.split_decoder_output(hidden_SBH), features_SBH=features_SBH)
 
@@ -366,6 +373,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         group: Any = self.pg_collection.cp
         padded = sequence_lengths(inputs.position_ids.size(1) * group.size(), inputs.cu_seqlens)
         lengths = inputs.lengths
+        # Scaled frequencies (longrope, dynamic) follow from a sequence's own length, not from that of the padded row.
         if self.rotary_pos_emb.depends_on_length and inputs.packed_seq_params is None and lengths:
             row = torch.cat([self.rotary_pos_emb(padded, offset, [length]) for length in lengths], dim=2)
         else:
@@ -542,6 +550,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         inputs = DraftInputs(
             hidden_SBH, embed, ids, embed_token, rotary, packed_seq_params, tokens, cache, self.drafting, drafted
         )
+        # A class method of all layers, because MTP heads are a chain of layers.
         return type(layers[0]).draft(layers, inputs)
 
     def _embed_for_head(
@@ -568,6 +577,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         if not self.config.sequence_parallel:
             return tensor
         tp = self.pg_collection.tp
+        # Contiguous parts, as embeddings are scattered (tensor_parallel/mappings.py: `_split_along_first_dim`).
         return tensor.chunk(tp.size())[tp.rank()]
 
     # Method 4: the output layer and the losses
@@ -600,6 +610,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
                     with_entropy=target.with_entropy,
                     trains_entropy=target.trains_entropy,
                 )
+        # The backward pass must still run through the trunk, to which the losses of indexers are attached.
         if self.trains_only_indexers:
             main = replace(main, loss_BS=_NoGradient.apply(main.loss_BS, states.trunk_SBH))
         if self.heads.has_joint_weights:  # they depend on the losses
@@ -672,6 +683,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
         [V]."""
         group: Any = self.pg_collection.tp
         num_rows = self.vocab_size // group.size()
+        # With 8 tokens on 2 ranks, the draft vocabulary 1 5 6 is row 1 on rank 0, and rows 1 and 2 on rank 1.
         row_V = torch.tensor(self.heads.draft_vocab, dtype=torch.int64) - group.rank() * num_rows
         return row_V[(row_V >= 0) & (row_V < num_rows)]
 
@@ -719,6 +731,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _embedding_multiplier(outside: Outside, dtype: torch.dtype) -> float:
+    # Rounded like the buffer of transformers' embedding module: in bfloat16, 55.4256 (Gemma 3, 3072 ** 0.5) is 55.5.
     if outside.multiplies_in_embedding:
         return torch.tensor(outside.embedding_multiplier, dtype=dtype).item()
     return outside.embedding_multiplier

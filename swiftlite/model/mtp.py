@@ -127,6 +127,7 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         context: AbstractContextManager = nullcontext()
         if self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed:
             context = get_fp8_context(self.config)
+        # As an argument of the checkpoint, so that its gradients are summed as without recomputation (`with_weight`).
         norm = self.final_layernorm
         if isinstance(norm, SharedNorm):
             forward = partial(norm.with_weight, forward)
@@ -239,6 +240,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
                 packed_seq_params=packed_seq_params,
                 padding_mask=tokens_of_step,
             )
+            # The output layer reads this one; which of the two the next step reads depends on the engine.
             after_norm_SBH = super()._postprocess(before_norm_SBH)
             states_SBH.append(after_norm_SBH)
             hidden_SBH = after_norm_SBH

@@ -39,6 +39,7 @@ class OutputLayers:
         logits_BSV = self._logits(hidden_SBH, own).transpose(0, 1)
         if model.logits_divisor != 1:
             logits_BSV = logits_BSV / model.logits_divisor
+        # The cap is the trunk's: an output layer that the drafter's kind has itself (`has_output_layer`) has none.
         if own is None or not model.heads.has_output_layer:
             return capped(logits_BSV, model.logits_cap)
         clusters = getattr(self._head(depth), "clusters", None)
@@ -111,6 +112,7 @@ class OutputLayers:
             return own(hidden_SBH)[0]
         model, markov = self._model, self._markov
         width = model.config.hidden_size
+        # The trunk's states pass here as well, and do not have the further numbers.
         if markov is not None and hidden_SBH.size(-1) > width:
             return self._logits(hidden_SBH[..., :width]) + markov(hidden_SBH[..., width:])[0]
         weight = None
@@ -122,6 +124,7 @@ class OutputLayers:
     def _cap(self) -> float | None:
         """Cap of the logits of states that are scaled for the temperature."""
         model = self._model
+        # tanh(logits / cap) * cap, divided by the temperature t, is tanh(x / (cap / t)) * cap / t of x = logits / t.
         return None if model.logits_cap is None else model.logits_cap / model.temperature
 
     def own(self, depth: int | None) -> ColumnParallelLinear | None:
@@ -133,6 +136,7 @@ class OutputLayers:
         model = self._model
         if depth is None or not model.mtp_process:
             return None
+        # An unrolled layer drafts `unroll` tokens: with 3, drafts 0, 1 and 2 are those of layer 0.
         return model.mtp.layers[depth // model.heads.unroll]
 
     @property

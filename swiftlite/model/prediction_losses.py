@@ -51,6 +51,7 @@ class PredictionLosses:
         states_NH = self._scaled(self._at_labels(hidden_SBH, selected))
         output = output or model.output_layers.of_trunk()
         if trains_entropy:
+            # A second pass over the chunks: the first one overwrites the logits with the gradient of the cross-entropy.
             plain = self.cross_entropy(hidden_SBH, labels_BS, output, share_BS=share_BS)
             return replace(plain, entropy_BS=self._chunked(states_NH, output, EntropyTarget(), selected, None).loss_BS)
         if model.loss_in_chunks:
@@ -90,17 +91,21 @@ class PredictionLosses:
         sequence.
         """
         model = self._model
+        # Detached: the trunk is the teacher. Its own loss is the next-token loss alone.
         trunk_TBH, position_S = self._whole_rows(states.trunk_SBH.detach(), cu_seqlens)
         losses = []
         heads = enumerate(zip(states.heads_SBH, labels, weights, strict=True), start=1)
         for depth, (hidden_SBH, labels_BS, share_BS) in heads:
             selected = select(labels_BS, hidden_SBH.device)
+            # `pos_N` counts positions of this rank's part of the row, and `position_S` maps them to the whole row.
             trunk_NH = trunk_TBH[(position_S + depth)[selected.pos_N], selected.row_N]
             states_NH = self._at_labels(hidden_SBH, selected)
             output = model.output_layers.of_head(depth - 1)
             trunk_output = output
+            # A head's own matrix does not predict like the trunk, whose distribution is the target.
             if model.output_layers.own(depth - 1) is not None:
                 trunk_output = model.output_layers.of_trunk().detached(model.pg_collection.tp)
+            # Without the columns of the Markov head, to which the trunk's states have no counterpart.
             elif output.frozen_VH is not None:
                 trunk_output = model.output_layers.drafted()
             states_NH, trunk_NH = self._scaled(states_NH), self._scaled(trunk_NH)

@@ -73,7 +73,9 @@ LOCAL = modules_of(Kernels())
 def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> ModuleSpec:
     q_norm = k_norm = modules.norm if attention.qk_norm else IdentityOp
     if q_norm is FusedRMSNorm and attention.rotary > 0 and not attention.rope_interleave:
+        # `fused_norm_and_rotate` computes the norm and the rotation of a head in one kernel.
         q_norm = k_norm = DeferredRMSNorm
+    # Identities, because `SelfAttention` normalizes all heads together (`has_joint_norms`).
     if attention.qk_norm_is_joint:
         q_norm = k_norm = IdentityOp
     core_attention = modules.core_attention
@@ -81,6 +83,7 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     v_head_dim = attention.v_head_dim or attention.head_dim
     if v_head_dim != attention.head_dim:
         options |= {"k_channels": attention.head_dim, "v_channels": v_head_dim}
+    # A copy, because all layers share the spec in `modules`.
     core_attention = replace(core_attention, params=core_attention.params | options)
     params: dict[str, Any] = {
         "attn_mask_type": AttnMaskType.causal,
@@ -105,6 +108,7 @@ def _grouped_query(attention: GroupedQueryAttention, modules: Modules) -> Module
     if attention.keeps_keys:
         module = KeepingAttention
     if attention.key_layer is not None:
+        # A projection to queries only: keys and values are those of `key_layer`.
         module, column = ReadingAttention, with_channels(column, None, attention.heads * attention.head_dim)
         params |= {"key_layer": attention.key_layer, "keys_are_values": False, "value_norm": False}
         k_norm = IdentityOp
@@ -126,6 +130,7 @@ def _latent(attention: LatentAttention, modules: Modules) -> ModuleSpec:
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     module, core_attention = MLASelfAttention, modules.core_attention
     if attention.indexer is not None:
+        # The same kernels, in a class that also computes calls of a `SparseAttention`.
         module, core_attention = SparseAttention, replace(core_attention, module=sparse_core(core_attention.module))
         params["sizes"] = attention.indexer
     return ModuleSpec(
@@ -265,6 +270,7 @@ def decoder_layer_spec(
         layer_class, params = OwnInputLayer, params | {"input_size": layer.own_input}
     norm = modules.norm if layer.has_input_norms else IdentityOp
     is_whole = layer.norms_attention_input and layer.norms_mlp_input
+    # `ResidualLayer._forward_fused` adds outputs as they are, without a norm or a factor of their own.
     if norm is FusedRMSNorm and is_whole and not layer.has_output_norms and layer.residual_multiplier == 1:
         norm = ResidualRMSNorm
     return ModuleSpec(
@@ -331,9 +337,11 @@ def _mtp_layer(parts: DrafterParts) -> ModuleSpec:
         layer_class = UnrolledLayer
         modules = replace(modules, core_attention=modules.draft_attention)
     output_norm = ModuleSpec(module=modules.norm)
+    # The next depth then reads the state before this norm. An unrolled layer applies the norm itself.
     if drafting.chains_before_norm and not is_unrolled:
         output_norm = ModuleSpec(module=modules.norm_returning_input)
     if parts.architecture.outside.heads_share_final_norm:
+        # `GPTModel._complete_heads` gives it the trunk's final norm.
         output_norm = ModuleSpec(module=SharedNorm, params={"norm": modules.norm})
     return ModuleSpec(
         module=layer_class,
@@ -356,6 +364,7 @@ def _eagle3_layer(parts: DrafterParts) -> ModuleSpec:
     modules = replace(parts.modules, core_attention=parts.modules.draft_attention)
     block: Any = decoder_layer_spec(layer, modules)
     block.submodules.input_layernorm = ModuleSpec(module=PairNorm, params={"norm": modules.norm})
+    # Not `ResidualRMSNorm`: with a `PairNorm`, `ResidualLayer` runs megatron-core's forward, which expects a tensor.
     block.submodules.pre_mlp_layernorm = modules.norm
     block.submodules.self_attn_bda = add_to_state
     block.submodules.self_attention.params["input_size"] = 2 * layer.attention.hidden

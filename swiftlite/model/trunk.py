@@ -149,6 +149,7 @@ class ComputedTrunk:
     ) -> None:
         """Run micro-batches through the model."""
 
+        # megatron-core's block calls layers with keyword arguments (transformer_block.py: `TransformerBlock.forward`).
         def see_input(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             for observer in observers:
                 observer.see_last_input(kwargs["hidden_states"])
@@ -195,6 +196,7 @@ class ReusedTrunk:
         num_positions = sum(batch.position_ids_BS.numel() for batch in batches)
         state_bytes = chunks[0].config.hidden_size * next(chunks[0].parameters()).element_size()
         # One decision for all ranks: experts exchange tokens within each forward pass.
+        # Two states per position: the input of the last layer, and that of the final norm.
         return all_reduce_max(2 * num_positions * state_bytes, mesh, mesh.dp) <= REUSED_GB * 1e9
 
     def run_unlabeled(
@@ -209,6 +211,7 @@ class ReusedTrunk:
             COMPUTED.run_unlabeled(chunks, mesh, batches, [*observers, recorder])
             self._kept = recorder.finish()
             return
+        # The kept state is that before the final norm, which `streamed_output` applies.
         for batch, last_input_SBH, hidden_SBH in self._kept:
             device = mesh.device.torch_device
             output = model.streamed_output(on_device(hidden_SBH, device), batch.labels_KBS[0])
@@ -222,6 +225,7 @@ class _Recorder:
         self._batches: list[Batch] = []
         self._last_inputs_SBH: list[torch.Tensor] = []
         self._outputs_SBH: list[torch.Tensor] = []
+        # The input of the norm, because heads may read the state before it.
         final_norm: Any = model.decoder.final_layernorm
         self._hook = final_norm.register_forward_pre_hook(self._see_output)
 
@@ -389,13 +393,16 @@ class StreamedTrunk:
             is_feature = number in self._model.heads.features
             is_last_input = with_last_input and number == self.num_layers - 1
             if is_feature:
+                # A copy of the list, whose entries are replaced below.
                 features_SBH.append(states_SBH.copy())
             if is_last_input:
                 last_inputs_SBH[:] = states_SBH
             for index, (batch, hidden_SBH) in enumerate(zip(group, fetch(states_SBH), strict=True)):
+                # The output takes the memory of the input, unless the input is kept.
                 place = None if is_feature or is_last_input else states_SBH[index]
                 states_SBH[index] = store(self._run(read.layer, hidden_SBH, batch), place)
             computed.append(self._transfers.mark())
+            # The layer before, not this one: the queue of the GPU is never empty, and at most two layers long.
             if number and (layer_before := computed[number - 1]):
                 layer_before.synchronize()
             self._progress.show(number + 1, f"computed for a group of {len(group)} micro-batches")
@@ -441,6 +448,7 @@ class StreamedTrunk:
             reading = self._start_reading(0, files, reader)
             for number in range(self.num_layers):
                 read = reading.result()
+                # Before `use`, so that the thread reads while this layer computes.
                 if number + 1 < self.num_layers:
                     reading = self._start_reading(number + 1, files, reader)
                 use(number, read)

@@ -120,6 +120,7 @@ class HiddenStateCache:
         output = self.trunk.output(model, batch)
         if output is None:
             output = bare.trunk_output(ModelInputs.of(batch), batch.labels_KBS[0])
+        # Records that only another rank lacks are computed here as well, but not written a second time.
         if state != WHOLE:
             self._add({key: _tensors_of(output)})
         return output
@@ -143,6 +144,7 @@ class HiddenStateCache:
             if streamed.ends_group:
                 self._add(on_host)
                 on_host.clear()
+        # In steps, data-parallel ranks read each other's records.
         dist.barrier()
 
     def _missing(self, batches: Batches, rows: SampleRows, held_out: SampleRows) -> Iterator[Batch]:
@@ -200,6 +202,7 @@ class HiddenStateCache:
         other files.
         """
         batch = batch.on_host or batch  # copying from the GPU would wait for queued kernels
+        # With the labels, because a record also has the trunk's loss.
         given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
         if batch.cu_seqlens is not None:
             given.append(batch.cu_seqlens)
@@ -296,6 +299,7 @@ def _keys_of_rows(rows: SampleRows) -> np.ndarray:
     order, offsets = rows.rows.order, rows.rows.offsets
     # A number that depends on the place of each sample in its row: 1, 3, 5, ...
     places = np.arange(len(order)) - np.repeat(offsets[:-1], np.diff(offsets))
+    # Odd factors, because multiplying by them modulo 2 ** 64 loses no bits.
     return np.add.reduceat(keys[order] * (2 * places + 1).astype(np.uint64), offsets[:-1])
 
 
@@ -325,10 +329,12 @@ def open_hidden_state_cache(
     if dist.get_rank() == 0:
         check_directory(directory)
         _check_is_same(directory, manifest)
+        # After the check: a directory of other files stays as it is.
         delete_incomplete(directory)
         _check_disk(directory, batches, train_state, _DistinctRows.of(batches, rows, held_out))
         atomic_write(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
+    # On every rank after the barrier, so that all ranks of another machine notice it.
     if not _has_manifest(directory, manifest):
         raise UserError(f"{FLAG} {directory} is not shared by every machine", "use a directory on a shared file system")
     return HiddenStateCache(directory, mesh, train_state.trunk, run)
@@ -348,6 +354,7 @@ def _manifest(
     dist.all_gather_object(trunks, _sha256(mine))
     rows = [""]
     if dist.get_rank() == 0:  # the ranks have equal rows, see `phases.check_ranks_agree`
+        # Sorted, because another order of the rows can use the same records.
         keys = np.sort(np.concatenate([keys_of(each) for each in samples]))
         rows = [hashlib.sha256(keys.tobytes()).hexdigest()]
     dist.broadcast_object_list(rows)
@@ -359,9 +366,11 @@ def _manifest(
         states += f", inputs of layers {', '.join(map(str, plan.heads.features))}"
     return {
         "format": FORMAT,
+        # A set: data-parallel ranks have the same parts, and another number of them can use the same records.
         "trunk's weights": _sha256(sorted(set(trunks))),
         "config.json": digest_of_trunk(hf_config),
         "rows": rows[0],
+        # These decide which micro-batches there are, and how their states are rounded.
         "torch_dtype": torch_dtype,
         "kernels": ", ".join(plan.kernels.described.values()),
         "packing": f"{plan.packing} {plan.packing_length}",
@@ -490,4 +499,5 @@ def _sha256(value: Any) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
+    # Through uint8, because numpy has no bfloat16.
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()

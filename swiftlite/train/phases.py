@@ -129,6 +129,7 @@ def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mes
     """Initialize torch.distributed and the mesh of the run."""
     return session(
         layout_of(args),
+        # Then the last stage has a copy of the embedding, and belongs to the group that sums its gradients.
         tied_embeddings=hf_model.is_tied,
         seed=args.seed,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
@@ -307,7 +308,9 @@ def restore(run: Run) -> CheckpointState:
         )
     if run.is_first_rank:
         check_run_files(run)
+    # `checkpoint_to_resume` has verified the digests of its files.
     load_checkpoint(run.checkpoint, run.mesh, run.train_state.chunks, run.train_state.optimizer, is_verified=True)
+    # Checkpoints have no state of the scheduler: the learning rate is a function of the number of steps.
     run.train_state.scheduler.step(increment=state.step)
     logger.info("resuming from %s", run.checkpoint)
     return state
@@ -355,6 +358,7 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     if not first and run.schedule.steps:  # also if the run resumes from the checkpoint of a run without steps
         evaluation = trainer.evaluate(0)
         if trainer.best:
+            # Before the first step, so that a metric that evaluations do not have ends the run at once.
             trainer.best.check(evaluation)
         if not method_of(run.args).evaluates_rows:  # acceptance.json has no place for metrics of completions
             trainer.log(0, evaluation)
@@ -390,6 +394,7 @@ def load_best(run: Run, trainer: Trainer) -> Mapping[str, float] | None:
     found: list[Path | None] = [None]
     if run.is_first_rank:
         found = [best_checkpoint(run.output_dir)]
+    # Only the first rank has the file of evaluations.
     dist.broadcast_object_list(found)
     best = found[0]
     if best is None or best.name == f"checkpoint-{trainer.last_step}":
@@ -420,6 +425,7 @@ def report(run: Run, outcome: Outcome) -> None:
         UserError: a frozen tensor has changed.
     """
     train_state = run.train_state
+    # The hashes are of whole parameters, like those before training.
     with whole_parameters(train_state.wrapped):
         tensors = compare_tensors(train_state.chunks, train_state.hashes, train_state.trainable)
     if run.is_first_rank:
@@ -441,6 +447,7 @@ def report(run: Run, outcome: Outcome) -> None:
             measured["restarts"] = restarts
         write_report(run.output_dir, measured, run.data, train_state.weights_report, tensors)
         write_page(run)
+    # Last, so that the report exists if this check fails.
     check_frozen(tensors, train_state.trainable)
     paths = ("--model", str(run.output_dir), "--output_dir", f"{run.output_dir}-hf")
     logger.info("done. Next: swiftlite export --to_hf %s", shlex.join(paths))

@@ -93,10 +93,12 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     models = resolve_options(args)
     with (
         phases.open_session(args, models["model"]) as mesh,
+        # Closed in reverse: copies end while the directory is locked and ranks can still exchange messages.
         phases.claim_output_dir(args),
         phases.copy_checkpoints(args) as copies,
     ):
         prepared = prepare(args, mesh, models)
+        # Only now are the files of a run written: one that `prepare` refuses leaves none behind.
         state = phases.restore(prepared)
         trainer = make_trainer(prepared, state, after_step, copies)
         if copies and prepared.checkpoint and prepared.is_first_rank:  # a killed run may not have copied it
@@ -126,9 +128,11 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     encoder = training.encoder(args, tokenizer, hf_model)
     check_first_rows(args, encoder)
     data = training.load(args, encoder, vocab_size)
+    # Not a collective, which has a time limit: tokenizing can take hours, and not equally many on each node.
     wait_for_ranks("reading and tokenizing rows")
     extras = list(training.extras)
     if data.has_images:
+        # Otherwise the tower is not built, and exports contain its tensors unchanged.
         hf_model = hf_model.with_images()
         Trunk.of(args).check_tower(hf_model.tower, hf_model.family.name)
         extras += image_extras_of(hf_model, mesh)
@@ -138,6 +142,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     if data.has_images:
         logger.info("rows with images: the vision tower is computed; the run trains %s", trainable.words)
     flops = flops_of(args, plan, hf_model, trainable)
+    # Without a pad token, any token will do, because padding is masked.
     batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops, extras)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
@@ -147,12 +152,15 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(data, tokenizer)
     phases.check_same_data(args, checkpoint, data_state, data)
+    # Then checkpoints lack weights, which an export reads from --model.
     if plan.lora or plan.trunk.is_in_base:
         check_same_base(args, hf_model, checkpoint)
     rows_to_fit = None
+    # A checkpoint replaces the heads of a resumed run, so they are not fitted again.
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
         rows_to_fit = batches_to_fit(hf_model, batches, data)
     graft_from = models.get("mtp_graft_from")
+    # After all checks, because it reads the whole model.
     train_state = make_train_state(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, graft_from)
     wait_for_ranks("reading the model")
     if checkpoint is None:  # a resumed run loads other weights afterwards
@@ -392,6 +400,7 @@ def make_trainer(
         plan=run.plan,
         schedule=run.schedule,
         batches=batches,
+        # Methods whose rows are prompts evaluate completions instead (`TrainBatches.evaluate`).
         eval_batches=run.batches.evaluation(run.data.val if evaluates_rows else [], args.eval_iters),
         flops=run.batches.flops,
         metric_loggers=metric_loggers,

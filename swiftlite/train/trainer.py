@@ -130,6 +130,7 @@ class Trainer:
             self.restart_clock.start(first)
             if all_reduce_max(int(self.lacks_evaluation), self.mesh) and (stopping := self._evaluate(first, stop)):
                 return stopping
+            # Not in checkpoints: a resumed run derives it from the evaluations of its earlier processes.
             self._end_early(first)
             if not self.schedule.steps:
                 self._save(0)
@@ -147,6 +148,7 @@ class Trainer:
                     self.log(step, metrics | self.clock.metrics() | ranks)
                 self._log_table(step)
                 self.restart_clock.after(step)
+                # Before evaluation and save, which read the reference model that `TrainBatches.after_step` changes.
                 if self.after_step:
                     self.after_step(step)
                 stopping = all_reduce_max(stop.received, self.mesh)  # all ranks stop at the same step
@@ -212,6 +214,7 @@ class Trainer:
 
     def _stop_before(self, step: int, first: int, stop: StopSignals) -> int:
         """Save the last step unless it is saved already; return the number of the signal."""
+        # Without a completed step, the newest checkpoint is the one that the run resumed from.
         last = step - 1
         if last > first and last != self._last_saved:
             self._save(last)
@@ -221,6 +224,7 @@ class Trainer:
     def _save(self, step: int, *, is_ephemeral: bool = False) -> None:
         self._last_saved = step
         if self.checkpointer:
+            # With --overlap_param_gather, a rank has only its own shard of the update until the next forward pass.
             with self.clock.between_steps("checkpoint"), whole_parameters(self.model):
                 self._refuse_broken_weights(step)
                 state = {**self.batches.get_state(), **self.bad_steps.state(), "consumed": self.consumed}
@@ -234,6 +238,7 @@ class Trainer:
         """
         parameters = chain.from_iterable(chunk.parameters() for chunk in self.model)
         norms = torch.stack([_norm(each.detach()) for each in parameters])
+        # All ranks raise together; otherwise the others would wait in the collectives of the save.
         if all_reduce_max(int(not norms.isfinite().all()), self.mesh):
             raise UserError(
                 f"step {step}: the update produced weights that are not finite or close to overflow; it was not saved",
@@ -303,11 +308,13 @@ class Trainer:
         waits: list[Callable[[], Figures]] = []
         others: dict[str, torch.Tensor] = {}
         if self.model[0].config.moe_aux_loss_coeff:
+            # In every step, logged or not: the routers add up losses until they are taken.
             others["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
         if getattr(self.model[0].config, "indexer_loss_coeff", 0):
             others["indexer_loss"] = take_indexer_loss(self.model, self.mesh)
 
         def is_good(norms: Mapping[str, torch.Tensor]) -> bool:
+            # `ClippedOptimizer.step` calls this before the update, so the copy does not wait for the update's kernels.
             copy = start_copy_to_host([sums, sizes, *norms.values(), *others.values()])
 
             def wait() -> Figures:
@@ -335,6 +342,7 @@ class Trainer:
         lengths = [length for batch in batches for length in batch.lengths]
         yield len(lengths)
         yield sum(batch.num_tokens for batch in batches)
+        # Of sequences, not of packed rows: attention computes each sequence separately.
         yield sum(length**2 for length in lengths)
         yield sum(batch.num_items for batch in batches)
         yield sum(batch.item_squares for batch in batches)
@@ -450,7 +458,9 @@ class Trainer:
         if self.mesh.dp.size() == self.mesh.pp.size() == 1:
             return counts  # without waiting for the device
         counts = on_device(counts, self.mesh.device.torch_device)
+        # Not over context-parallel ranks: they have counted the same whole rows, which `on_this_rank` splits later.
         dist.all_reduce(counts, group=self.mesh.dp)
+        # With --streaming only the last stage has labels (`exchange.stage_fields`); the other stages count none.
         return broadcast_from_last_stage(counts, self.mesh).cpu()
 
     def _run(
@@ -463,6 +473,7 @@ class Trainer:
         if batches:
             forward_step = objective.make_forward_step(counts, self.mesh)
             parts = run_batches(self.model, self.mesh, batches, forward_step, forward_only=forward_only)
+        # Also without parts, as on all stages but the last: the sum is collective.
         return all_reduce_sum(parts, objective.sums_shape, self.mesh, getattr(objective, "num_maxima", 0))
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:

@@ -122,6 +122,7 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
     first_rows, num_rows_dealt, num_sequences = np.array(dealt).T
     row_numbers = join_ranges(first_rows, num_rows_dealt)
     row_of = np.empty(len(sizes), np.int64)
+    # Each step of `dealt` hands out the next sequences of `by_size`: 2 rows of 3 sequences are r r r s s s.
     row_of[by_size] = np.repeat(row_numbers, np.repeat(num_sequences, num_rows_dealt))
     return _in_order(row_of, num_rows)
 
@@ -141,6 +142,7 @@ def _deal(sizes: np.ndarray, packing_length: int) -> tuple[list[tuple[int, int, 
             room, rows = open_rows.take(size)
             if not rows:
                 room = packing_length
+                # Enough for all remaining sequences of this size, which thus need no further pass.
                 num_new = -(-count // (room // size))
                 rows = range(num_rows, num_rows + num_new)
                 num_rows += num_new
@@ -294,4 +296,5 @@ class RowStream(Iterator[list[StreamSample]]):
                 self.ready.append([self.waiting[index] for index in indices])
             else:
                 staying += indices
+        # Sorted, because the oldest sample must remain the first: its row is the next one to become ready.
         self.waiting = [self.waiting[index] for index in sorted(staying)]

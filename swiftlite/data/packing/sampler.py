@@ -61,6 +61,7 @@ def micro_batches(
     together = micro_batch_size * data_parallel_size
     if len(global_batch) % together:
         raise ValueError(f"{len(global_batch)} samples do not divide into {micro_batch_size} x {data_parallel_size}")
+    # For example, 8 samples, 2 ranks and micro-batches of 2: rank 0 has 0 1 and 4 5, rank 1 has 2 3 and 6 7.
     return global_batch.reshape(-1, data_parallel_size, micro_batch_size)[:, data_parallel_rank]
 
 

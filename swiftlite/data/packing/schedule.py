@@ -98,14 +98,17 @@ def schedule(
         work += np.asarray(more_work)
     sizes_list = sizes.tolist()
     work_list = work.tolist()
+    # Equal work is ordered by length, and equal length by index: stable sorts give all ranks the same order.
     longest_first = np.argsort(-sizes, kind="stable")
     most_work_first = longest_first[np.argsort(-work[longest_first], kind="stable")].tolist()
     items = [_Item(index, sizes_list[index], work_list[index]) for index in most_work_first]
 
+    # A lower bound: with no room left in any micro-batch. The loop ends at one sequence per micro-batch at the latest.
     num_micro_batches = max(1, -(-int(sizes.sum()) // (data_parallel_size * packing_length)))
     while True:
         num_micro_batches = -(-num_micro_batches // num_multiple_of) * num_multiple_of
         ranks = _level(items, data_parallel_size, at_least=num_micro_batches)
+        # Largest first, because room is a matter of tokens. With images, the order of work is another one.
         by_size = [sorted(rank, key=lambda item: -item.size) for rank in ranks]
         cut = [_micro_batches(rank, num_micro_batches, packing_length) for rank in by_size]
         fitting = [micro_batches for micro_batches in cut if micro_batches is not None]
@@ -163,6 +166,7 @@ def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> 
         return None
     groups = _level_within(items, number, packing_length)
     if groups is None:
+        # Tighter, but with unequal work: only if the balanced groups have no room.
         groups = _packed(items, number, packing_length)
     if groups is None:
         return None
@@ -220,6 +224,7 @@ def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> MicroBa
     indices = [sorted(item.index for item in group) for group in groups]
     order = np.array(list(itertools.chain(*indices)), np.int64)
     offsets = np.array([0, *itertools.accumulate(map(len, indices))])
+    # Not `np.add.reduceat`, which gives an empty micro-batch the work of the sequence at its offset.
     work_before = np.concatenate([[0.0], np.cumsum(work[order])])
     work_of_groups = np.diff(work_before[offsets])
     return MicroBatchSchedule(PackedRows(order, offsets), work_of_groups.reshape(-1, len(ranks)))

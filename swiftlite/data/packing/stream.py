@@ -59,6 +59,7 @@ class Readers:
 
     def say(self, owner: int, text: str) -> str:
         """Broadcast `text` from the reader `owner` to all readers; collective."""
+        # As the numbers of its bytes, because readers exchange numbers.
         sent = list(text.encode()) if owner == self.rank else []
         return bytes(self.gather(sent)[owner]).decode()
 
@@ -108,6 +109,7 @@ class Chunk:
     def facts(self) -> list[int]:
         """Return numbers that are equal on all readers if they read the same files."""
         digests = b"".join(position.digest for position in self.positions)
+        # 7 bytes, so that the number fits into the int64 in which it is sent.
         return [*self.rows_per_epoch, int.from_bytes(hashlib.blake2b(digests, digest_size=7).digest())]
 
 
@@ -164,6 +166,7 @@ class FilePart(Iterator[StreamRow]):
             known, position = self._known.get(number), Position(number)
             for row in file.unparsed_rows():
                 position = position.after(row.content())
+                # The digest after this row covers all rows before it.
                 if known and position.num_rows == known.num_rows and position != known:
                     raise _changed(f"--dataset {file.name}")
                 yield StreamRow(row.parse, f"{file.name}:{row.line}", position)
@@ -178,6 +181,7 @@ class FilePart(Iterator[StreamRow]):
         """
         while self._num_to_pass:
             yield self._pass()
+        # The first row as well: if some of its samples were returned, these may have to be held.
         first = next(self._rows)
         self._rows = itertools.chain([first], self._rows)
         yield first
@@ -197,6 +201,7 @@ class FilePart(Iterator[StreamRow]):
             for row in self.one_epoch():
                 yield num_rows, row
                 num_rows += 1
+            # With fewer rows than were skipped, or than in the first epoch, all later positions would be others.
             if num_rows < at_least or self.rows_per_epoch not in (0, num_rows):
                 raise _changed("--dataset")
             if not num_rows:
@@ -255,6 +260,7 @@ class Stream(Iterator[StreamSample]):
         self._num_kept: list[int] = list(state["num_kept"])
         self._num_bad: int = state["num_bad"]
         read_before = [(number, bytes.fromhex(digest)) for number, digest in state.get("files", ())]
+        # Files that were read must stay in --dataset; the others may be left out.
         if any(number for number, _ in read_before[len(files) :]):
             raise _changed("--dataset")
         # Up to which row each file was read, of those whose samples were returned.
@@ -344,12 +350,14 @@ class Stream(Iterator[StreamSample]):
         """Yield samples from the current position, after the readers have exchanged the lengths."""
         for chunk in _ahead(self._chunks()):
             own = iter(chunk.own)
+            # Sent along with the lengths, because one exchange per chunk is enough for both.
             facts = chunk.facts()
             said = [iter(numbers) for numbers in self._readers.gather(facts + chunk.said)]
             for numbers in said:
                 if list(itertools.islice(numbers, len(facts))) != facts:
                     problem = "--dataset differs between the nodes of this run"
                     raise UserError(problem, "use the same files on each node")
+            # Of this chunk: the thread has read ahead, and may have reached the end of an epoch already.
             self.rows_per_epoch = chunk.rows_per_epoch
             for row, position in enumerate(chunk.positions, start=chunk.first):
                 encoded = next(own) if self._readers.owns(row) else Encoded()
@@ -373,7 +381,9 @@ class Stream(Iterator[StreamSample]):
         for piece in range(self._piece, len(lengths)):
             if self._readers.owns(row):
                 self._held[row, piece] = encoded.samples[piece]
+            # At the first piece only: a stream that resumes within a row has counted it before.
             self._num_kept[self._mixture.part(row)] += piece == 0
+            # Before the yield: `state` can be called while the generator waits there.
             self._piece = piece + 1
             yield StreamSample(row, piece, lengths[piece])
         self.num_read = row + 1
@@ -404,6 +414,7 @@ class Stream(Iterator[StreamSample]):
             hint = f"use --resume --max_bad_rows {self._num_bad} to skip it, but no bad row after it"
             if encoded.bad and encoded.bad.hint:
                 hint = f"{encoded.bad.hint}\n    {hint}"
+        # All readers raise the same error, whose text only the row's reader has.
         owner = self._readers.owner(row)
         raise UserError(self._readers.say(owner, problem), self._readers.say(owner, hint))
 
@@ -426,6 +437,7 @@ class Stream(Iterator[StreamSample]):
             own: list[Encoded] = []
             said: list[int] = []
             positions: list[Position] = []
+            # Each reader also passes the rows of the others, for the digests, but neither parses nor tokenizes them.
             for row in range(first, first + CHUNK_ROWS * self._readers.size):
                 part = self._parts[self._mixture.part(row)]
                 parse, source, position = next(part)
@@ -473,6 +485,7 @@ def _parts_of(files: Sequence[str], num_parts: int) -> list[dict[int, DataFile]]
 
 def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     """Yield the chunks, each read ahead in a thread."""
+    # One thread: a generator runs in one at a time, and the futures are in the order of its chunks.
     pool = ThreadPoolExecutor(1, "reads --dataset", initializer=run_templates_unbounded)
     pending = deque(pool.submit(next, chunks) for _ in range(CHUNKS_AHEAD))
     try:

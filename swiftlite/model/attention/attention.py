@@ -75,6 +75,7 @@ def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device:
     keys_T = None
     if not torch.equal(keys, torch.arange(num_keys)):
         keys_T = on_device(keys, device)
+    # Rows are concatenated for the kernel, and all rows of a micro-batch have the same segments.
     queries_of = [segment.num_queries for segment in segments] * num_rows
     keys_of = [segment.key_end - segment.key_start for segment in segments] * num_rows
     starts = torch.tensor([[0, *accumulate(queries_of)], [0, *accumulate(keys_of)]], dtype=torch.int32)
@@ -131,6 +132,7 @@ class CoreAttention(MegatronModule):
                 config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype
             )
             self.softmax_offset = torch.nn.Parameter(own)
+            # Without the mark, megatron-core would count the sinks of one rank only in the norm of the gradients.
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
             self.sink_kernel = prefix and prefix.with_window(window)
         if window is not None:
@@ -138,6 +140,7 @@ class CoreAttention(MegatronModule):
             varlen = varlen and partial(varlen, window=window)
         self.varlen, self.prefix = varlen, prefix
         self.dropout = config.attention_dropout
+        # `cudnn.attend` supports none of these.
         self.prefers_cudnn = prefers_cudnn and window is None and not has_sinks and not self.dropout
         self.packs_with_cudnn = packs_with_cudnn
         k_channels = k_channels or config.kv_channels
@@ -177,6 +180,7 @@ class CoreAttention(MegatronModule):
         """
         assert attention_bias is None
         if isinstance(attention_mask, Cache):
+            # Each step has another length, for which cuDNN would build a plan.
             with cudnn.excluded(query_SBND.device):
                 return self._attend_cached(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
         if packed_seq_params is not None:
@@ -185,6 +189,7 @@ class CoreAttention(MegatronModule):
         elif self.cp_group.size() == 1:
             if attention_mask is not None and self.window is not None:
                 outside = outside_window(query_SBND.size(0), key_SBGD.size(0), self.window, query_SBND)
+                # The mask is True at masked entries, where `outside` is -inf.
                 attention_mask = attention_mask | (outside < 0)
             if attention_mask is None and self.prefers_cudnn and query_SBND.size(0) >= cudnn.LEAST:
                 return cudnn.attend(query_SBND, key_SBGD, value_SBGD, self.softmax_scale).flatten(2)
@@ -258,6 +263,7 @@ class CoreAttention(MegatronModule):
         is_allowed = None
         if attention_mask is not None:
             is_allowed = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask
+        # Shorter rows are within the window of every query, and are computed like causal ones.
         elif self.window is not None and num_keys > self.window:
             return self._attend_windows(query_SBND, key_SBGD, value_SBGD, self.window)
         elif num_queries != num_keys:
@@ -313,6 +319,7 @@ class CoreAttention(MegatronModule):
         *queries, padding = query_T1ND.split(cache.lengths(len(query_T1ND)))
         parts = []
         for span, query in zip(cache.spans, queries, strict=True):
+            # Up to the end of the span, whatever other rows have in the cache.
             seen = slice(first_in_window(0, span.start, self.window), span.end)
             key_S1GD = key_BCGD[span.row, seen].unsqueeze(1)
             value_S1GD = value_BCGD[span.row, seen].unsqueeze(1)
@@ -329,6 +336,7 @@ class CoreAttention(MegatronModule):
         keys.
         """
         visible_BS = cache.visible(self.window)
+        # Only up to the end of the longest row, not the whole capacity.
         key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
         query_BND = cache.by_row(query_T1ND.squeeze(1))
         if self.softmax_offset is not None:
@@ -418,6 +426,7 @@ def _outside_window(
     num_queries: int, num_keys: int, window: int, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     own = num_keys - num_queries  # index of the first query's own key
+    # For 2 queries, 4 keys and a window of 2, `own` is 2: query 0 sees keys 1 and 2, query 1 sees keys 2 and 3.
     mask = torch.zeros(num_queries, num_keys, dtype=dtype, device=device)
     is_seen = torch.ones_like(mask, dtype=torch.bool).tril(own).triu(own - window + 1)
     return mask.masked_fill(~is_seen, -torch.inf)
@@ -442,8 +451,10 @@ def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Se
     (`LONG`).
     """
     num_queries, num_rows = query_SBND.shape[:2]
+    # Without context parallelism, segments share no keys, so a single call copies none.
     if num_rows > 1 or num_queries == key_SBGD.size(0):
         return False
+    # A single sequence has two segments: its two chunks on this rank.
     return len(segments) <= 2 or num_queries >= LONG * len(segments)
 
 

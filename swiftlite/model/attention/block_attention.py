@@ -107,6 +107,7 @@ class BlockAttention(DraftAttention):
             attend = self._attend_steps
         if context.runs is not None:
             segments = parts_of(segments, context.runs)
+        # All steps at once, because query 0 sees the keys of later queries, unlike a step of a draft.
         seen = Draft(context.cache, [context_key, *keys], [context_value, *values])
         out = joined([attend(query, seen, segments).flatten(2) for query in queries], context.num_parts)
         if packed_seq_params is not None:

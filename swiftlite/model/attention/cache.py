@@ -136,6 +136,7 @@ class Cache:
         position, or the last `window` of these.
         """
         longest = max((span.end for span in self.spans), default=1)
+        # 0 for rows without a token in this pass, which thus see one key: a softmax over none would be NaN.
         last_B = self._position_T.new_zeros(self.num_rows)
         last_B[self._row_T] = self._position_T
         position_S = torch.arange(longest, device=self.device)

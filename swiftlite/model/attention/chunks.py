@@ -74,6 +74,7 @@ class Chunks:
         for turn, sequences in self.turns:
             is_all = len(sequences) == num_sequences
             state = states
+            # While all sequences have chunks, their states are neither selected nor copied.
             if not is_all:
                 state = states[sequences]
             new = written(turn, state)
@@ -83,6 +84,7 @@ class Chunks:
             if is_all:
                 states = state
             else:
+                # Not in place: the backward pass needs the states of earlier turns.
                 states = states.index_copy(0, sequences, state)
         return self._give_back(torch.cat(read)), states
 
@@ -112,6 +114,7 @@ def chunks_of(lengths: tuple[int, ...], device: torch.device) -> Chunks:
             if turn == len(turns):
                 turns.append([])
             turns[turn].append((len(places), sequence))
+            # Empty slots repeat a token, so that every index is valid; `take` masks them.
             places.append([*range(first, first + size), *[first] * (chunk - size)])
             filled.append([True] * size + [False] * (chunk - size))
         begin += length

@@ -62,6 +62,7 @@ def gated_delta_rule(
     # [M, N, C]: log of the decay from the beginning of the chunk up to and including each token.
     faded = decay.cumsum(dim=-1)
     # [M, N, C, C]: decay from token j to token i; 0 if j is after i.
+    # The first `tril` because above the diagonal, exp can be infinite, and its gradient 0 * inf NaN.
     left = (faded[..., :, None] - faded[..., None, :]).tril().exp().tril()
     # The correction of token i is its value minus the value that the state maps its key to. Each earlier token j of the
     # chunk contributes beta_i * left[i, j] * (k_i k_j) to the latter: a triangular system with ones on the diagonal.
@@ -132,6 +133,7 @@ def by_kernel(
         value_TNE[None],
         g=log_decay_TN[None],
         beta=beta_TN[None],
+        # The caller has scaled the queries.
         scale=1.0,
         initial_state=states,
         output_final_state=True,

@@ -94,8 +94,10 @@ class DraftAttention(CoreAttention):
         if draft.is_empty:
             if draft.cache is None:
                 lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
+                # Once for all steps: of later steps, a query sees only the key at its own position.
                 key_SBGD, value_SBGD = (whole_row(local, lengths, group) for local in (key_SBGD, value_SBGD))
             if draft.cache is None and packed_seq_params is not None:
+                # With the axis B, which `CoreAttention.forward` adds to its own arguments only.
                 draft.add(key_SBGD.unsqueeze(1), value_SBGD.unsqueeze(1))
             else:
                 draft.add(key_SBGD, value_SBGD)
@@ -164,6 +166,7 @@ def _allowed(segment: Segment, num_steps: int, device: torch.device, window: int
     own = torch.eye(segment.num_queries, dtype=torch.bool, device=device)
     later = [own] * (num_steps - 1)
     if window is not None:
+        # From s + num_steps - 1, a window of w reaches back to s + num_steps - w: in step 3 with w = 4 to s - 1.
         prefix = prefix.triu(num_keys - segment.num_queries + num_steps - window)
         later = [own if num_steps - step < window else own.new_zeros(own.shape) for step in range(2, num_steps + 1)]
     return torch.cat([prefix, *later], dim=1)

@@ -79,6 +79,7 @@ class GatedDeltaNet(RecurrentAttention):
         mixed_TC, before = causal_conv1d(mixed_TGC.flatten(1), self.conv1d.weight, lengths, before)
         mixed_TGC = F.silu(mixed_TC).unflatten(-1, (self.groups, -1))
         query_TGD, key_TGD, value_TGE = mixed_TGC.split([key, key, per_group * value], dim=-1)
+        # In float32, because decays are summed over the tokens of a chunk.
         log_decay_TN = -self.A_log.exp() * F.softplus(decay_TGn.flatten(1).float() + self.dt_bias)
         parts = (
             (_unit(query_TGD) * key**-0.5).repeat_interleave(per_group, dim=1),

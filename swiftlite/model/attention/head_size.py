@@ -42,6 +42,7 @@ def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) 
 
     def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, *rest, **options):
         value_size = value_KGD.size(-1)
+        # Zeros change none of the kernel's products over the channels of values.
         wide_grad, wide_value, wide_out = (_as_wide(t, key_KGD, others) for t in (grad_TND, value_KGD, out_TND))
         grad_query, grad_key, grad_value = kernel.backward(
             wide_grad, query_TND, key_KGD, wide_value, wide_out, *rest, **options

@@ -176,7 +176,9 @@ def _highest(score_QK: torch.Tensor, place: Place, topk: int) -> torch.Tensor:
     seen_QK = place.seen(score_QK.device)
     # Integers in the order of the scores; -0.0 becomes 0.0.
     bits_QK = (score_QK + 0.0).view(torch.int32)
+    # Bits of negative floats are ordered in reverse, which flipping all but the sign corrects.
     order_QK = torch.where(bits_QK < 0, bits_QK ^ 0x7FFFFFFF, bits_QK).long() << 32
+    # The low 32 bits order equal scores: the first key has the largest number.
     order_QK -= torch.arange(place.num_keys, device=score_QK.device)
     order_QK.masked_fill_(~seen_QK, torch.iinfo(torch.int64).min)
     key_QT = order_QK.topk(min(topk, place.num_keys), dim=-1).indices
@@ -252,6 +254,7 @@ def loss_of(
             with torch.enable_grad():
                 of_block = Place(slice(0, block.num_queries), 0, slice(0, block.num_keys), 0)
                 score_QK = Index(*parts).scores(of_block).masked_fill(~visible_QK, -torch.inf)
+                # The target is 0 where the logarithm is -inf, and 0 * -inf would be NaN.
                 log_QK = score_QK.log_softmax(dim=-1).masked_fill(~visible_QK, 0)
                 loss_Q = torch.xlogy(target_QK, target_QK).sum(-1) - (target_QK * log_QK).sum(-1)
                 loss = (loss_Q * weight_SB[block.queries, block.query_row]).sum()
@@ -261,6 +264,7 @@ def loss_of(
             tokens = (block.queries, block.keys, block.queries)
             for summed, gradient, part, row in zip(sums, gradients, tokens, rows, strict=True):
                 summed[part, row] += gradient.squeeze(1)
+    # One backward pass through the projections, with the sums over all blocks.
     parameters = list(indexer.parameters())
     gradients = torch.autograd.grad(
         outputs, parameters, [each.to(output.dtype) for each, output in zip(sums, outputs, strict=True)]

@@ -48,6 +48,7 @@ class Mamba2(RecurrentAttention):
         self.sizes = sizes
         self.groups = sizes.groups // pg_collection.tp.size()
         self.heads_per_group = sizes.heads // sizes.groups
+        # Over all ranks: the linear layers divide them.
         inner, of_groups = sizes.widths(Rank())
         self.in_proj_zxbcdt = self._projection(2 * (inner + of_groups) + sizes.heads)
         self.out_proj = self._output_projection(inner)
@@ -73,6 +74,7 @@ class Mamba2(RecurrentAttention):
         (zxbcdt_TP,) = projected
         size, heads = self.sizes.head_dim, self.heads_per_group
         channels, state = heads * size, self.sizes.state
+        # Ordered by group, so that ranks hold whole groups (`families/mamba.py`).
         zxbcdt_TGP = zxbcdt_TP.unflatten(-1, (self.groups, -1))
         gate_TGI, mixed_TGC, step_TGn = zxbcdt_TGP.split([channels, channels + 2 * state, heads], dim=-1)
         conv = self.conv1d

@@ -77,6 +77,7 @@ def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
     def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_NT, scale):
         grad_query, grad_row = torch.empty_like(query_TND), [torch.empty_like(key_KGD), torch.empty_like(value_KGD)]
         filled = len(key_KGD)  # keys from this index on have a gradient already
+        # The last slice sees the longest prefix: it sets the gradients to which the slices before it add.
         for queries, keys, places in reversed(slices):
             own = (tensor[queries] for tensor in (grad_TND, query_TND))
             seen = (tensor[keys] for tensor in (key_KGD, value_KGD))
@@ -85,6 +86,7 @@ def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
             is_first = keys.stop <= filled
             for grad_keys, part in zip(grad_row, grads_seen, strict=True):
                 if is_first:
+                    # Keys that no slice sees, such as those behind this rank's last query.
                     grad_keys[keys.stop : filled] = 0
                     grad_keys[keys] = part
                 else:
@@ -152,10 +154,13 @@ class _Merged(torch.autograd.Function):
         if not own and sinks_N is None:
             return None, None, None, None, grad_query, grad_key, grad_value
         wide_query, wide_grad = query_TND.to(lse_TN.dtype), grad_TND.to(lse_TN.dtype)
+        # The sum over all keys of share and gradient of the share, as in FlashAttention ("delta").
         shared_TN = (wide_grad * out_TND).sum(-1)
         grad_sinks = None
         if sinks_N is not None:
+            # A sink has the value 0, so only its part in the normalization is left.
             grad_sinks = -((sinks_N - lse_TN).exp() * shared_TN).sum(0).to(sinks_N.dtype)
+        # The gradients of all keys are summed before they are rounded.
         grad_query = grad_query.to(lse_TN.dtype)
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         grad_keys, grad_values = [], []

@@ -71,6 +71,7 @@ class RecurrentAttention(KeepsPrecision, MegatronModule):
     def _convolution(self, channels: int, kernel: int, *, bias: bool = False) -> nn.Conv1d:
         """Return the convolution of each of a number of channels, which ranks split, over `kernel` tokens."""
         local, dtype = channels // self.pg_collection.tp.size(), self.config.params_dtype
+        # For its parameters only: `causal_conv1d` computes the sequences of packed rows.
         conv = nn.Conv1d(local, local, kernel, groups=local, bias=bias)
         conv.weight = split_over_ranks(torch.empty(local, 1, kernel, dtype=dtype))
         if bias:
@@ -142,6 +143,7 @@ class RecurrentAttention(KeepsPrecision, MegatronModule):
             gathered = gather_sequence(torch.cat([*projected], dim=-1), lengths, group)  # one collective for all
             projected = gathered.split(sizes, dim=-1)
         num_rows = projected[0].size(1)
+        # Rows are concatenated, so several padded rows are computed like the sequences of a packed one.
         mixed_TI, _, _ = self.mix([each.transpose(0, 1).flatten(0, 1) for each in projected], lengths * num_rows)
         mixed_SBI = mixed_TI.unflatten(0, (num_rows, -1)).transpose(0, 1)
         if group.size() > 1:
@@ -153,6 +155,7 @@ class RecurrentAttention(KeepsPrecision, MegatronModule):
         convolved, _, kernel = self.conv1d.weight.shape
         inputs, states = (self, "inputs"), (self, "states")
         before = cache.state(inputs, (kernel - 1, convolved), projected[0].dtype)
+        # In float32 in any model: the state sums up over all tokens of a row.
         state = cache.state(states, self.state_shape, torch.float32)
         *lengths, num_padding = cache.lengths(len(projected[0]))
         if not lengths:
@@ -179,6 +182,7 @@ class RecurrentAttention(KeepsPrecision, MegatronModule):
             tp_group=self.pg_collection.tp,
             dp_cp_group=metadata["dp_cp_group"],
         )
+        # `conv1d` is a plain torch module, whose weight is in `split`; the others are megatron-core's layers.
         others = [name for name, child in self.named_children() if f"{name}.weight" not in own]
         for name in others:
             child = self.get_submodule(name)

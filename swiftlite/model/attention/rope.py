@@ -91,6 +91,7 @@ class RotaryEmbedding:
             raise UserError(f"config.json: unknown rope_type {self.rope_type!r}", f"transformers supports {known}")
         with _refusing():
             frequencies, scaling = self._frequencies(length=None)
+        # Here, because otherwise the first sign of a bad config.json would be a loss that is not a number.
         if not frequencies.isfinite().all() or not math.isfinite(scaling):
             raise UserError("config.json: its rotary frequencies are not finite", _HINT)
         self._stated = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
@@ -144,6 +145,7 @@ class RotaryEmbedding:
             raise UserError(problem, _HINT)
         frequencies, scaling = self._frequencies(length=None)
         axis_of_angle = on_device(_axis_of_angle(self._stated, len(frequencies)), self.device)
+        # From [3, B, S]: for each angle, the positions along its axis.
         positions_SBA = axes_3BS.float()[axis_of_angle].movedim(0, -1).transpose(0, 1)  # A angles: R / 2
         angles = positions_SBA * on_device(frequencies, self.device)
         return self._axis_angles(angles, scaling)[:, :, :, None]
@@ -243,6 +245,7 @@ def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
     rest = channels[..., num_rotary:]
     if rest.size(-1):
         channels = channels[..., :num_rotary]
+    # By half of the channels: i and i + R / 2 change places.
     swapped = channels.roll(num_rotary // 2, dims=-1)
     rotated = (channels * cosine + swapped * sine).to(channels.dtype)
     if not rest.size(-1):

@@ -161,6 +161,7 @@ class SelfAttention(McoreSelfAttention):
         queries = self.num_attention_heads_per_partition // num_groups * self.query_size
         by_group = mixed.unflatten(-1, (num_groups, -1))
         values = [] if self.keys_are_values else [self.value_size]
+        # As in megatron-core's `linear_qkv`, the queries of a group are followed by its key and its value.
         query, key, *own = by_group.split([queries, self.query_size, *values], dim=-1)
         query, value = query.flatten(2).unflatten(-1, (-1, self.query_size)), own[0] if own else key
         normed = [

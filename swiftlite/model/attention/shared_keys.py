@@ -42,6 +42,7 @@ class KeepingAttention(SelfAttention):
             attention_mask: `SharedStates`, or as for `SelfAttention.forward`, like the other arguments.
         """
         if isinstance(attention_mask, SharedStates):
+            # Together, because only rotary embeddings reach `get_query_key_value_tensors` (`SelfAttention.forward`).
             rotary_pos_emb, attention_mask = (rotary_pos_emb, attention_mask), attention_mask.cache
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
@@ -87,6 +88,7 @@ class ReadingAttention(SelfAttention):
         if isinstance(read, SharedStates):
             assert self.key_layer is not None
             read = Read(*read.keys[self.key_layer], read.cache)
+        # Together, because only rotary embeddings reach `get_query_key_value_tensors` (`SelfAttention.forward`).
         both: Any = (rotary_pos_emb, read)
         return super().forward(hidden_states, read.cache, rotary_pos_emb=both, **kwargs)
 

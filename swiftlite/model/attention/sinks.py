@@ -57,6 +57,7 @@ def _plain(
     key, value = (rows.repeat_interleave(repeats, dim=1) for rows in (key_BGKD, value_BGKD))
     scores = (query_BNSD @ key.mT * scale + mask).float()
     sinks = sinks_N.float()[:, None, None].expand(*scores.shape[:3], 1)
+    # The share of the sink is dropped, because its value is 0.
     shares = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     return shares.to(value.dtype) @ value
 
@@ -71,6 +72,7 @@ def _cpu_kernel(num_rows: int, mask: torch.Tensor | None) -> PrefixKernel:
         out, lse_BNS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *rows, 0.0, is_causal, scale=scale, **options
         )
+        # [N, T], as `PrefixKernel` requires.
         return _tokens(out), lse_BNS.transpose(0, 1).flatten(1)
 
     def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_NT, scale):

@@ -126,6 +126,7 @@ class _Pass:
         else:
             places = cached_places(kept)
             longest = max((place.num_keys for place in places), default=0)
+            # The cache has rows first, and places count keys along the first axis.
             key_KBND, value_KBNV = (
                 kept.keep((core, name), new.squeeze(1)).transpose(0, 1)
                 for name, new in (("key", key_KBND), ("value", value_KBNV))
@@ -134,6 +135,7 @@ class _Pass:
         selects = longest > module.topk and not (module.config.indexer_is_alone and module.training)
         selected: list[torch.Tensor | None] = [None] * len(places)
         index = None
+        # In decoding always: its keys must be in the cache when a row becomes longer than `topk`.
         if module.indexer is not None and (selects or kept is not None or self.learns):
             index = self._index(module.indexer, lengths, group)
         if selects and index is not None:
@@ -153,6 +155,7 @@ class _Pass:
 
     def _index(self, indexer: Indexer, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Index:
         """Compute the indexer for the tokens of this context-parallel rank, with the keys of whole rows."""
+        # Detached, as in DeepSeek-V3.2: the loss of the indexer trains the indexer only.
         hidden_SBH, latent_SBL = (
             self._on_all_sequence_ranks(tensor.detach()) for tensor in (self.hidden_SBH, self.latent_SBL)
         )
@@ -187,6 +190,7 @@ class _Pass:
         weight_SB = (sequence_SB >= 0).float() * tokens.mean_weight
         mean = loss_of(indexer, index, teacher, places, selected, weight_SB)
         indexer.mean_loss = mean.detach() + (0 if indexer.mean_loss is None else indexer.mean_loss)
+        # Times the divisor, by which megatron-core divides all gradients at the end of the step.
         loss = self.module.config.indexer_loss_coeff * tokens.divisor * mean
         if self.selections.losses is None:
             return MoEAuxLossAutoScaler.apply(out, loss)
@@ -251,6 +255,7 @@ class SparseAttention(MLASelfAttention):
             selections = Selections(attention_mask)
         if isinstance(selections.cache, Draft):
             return super().forward(hidden_states, selections.cache, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        # Also as an attribute, because `get_query_key_value_tensors` does not get the mask.
         self._pass = _Pass(self, selections, hidden_states, hidden_states, rotary_pos_emb)
         try:
             return super().forward(hidden_states, self._pass, rotary_pos_emb=rotary_pos_emb, **kwargs)
@@ -302,6 +307,7 @@ class _SparseCore(CoreAttention):
             return attention_mask.attend(self, dense, query, key, value, packed)
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         out = attention_mask.attend(self, dense, query, key, value, packed)
+        # `dense` has removed the axis B itself.
         return out if out.dim() == 2 else out.squeeze(1)
 
 
@@ -339,6 +345,7 @@ class _Attend(torch.autograd.Function):
         # Many blocks add to the gradient of a key.
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
         for block, own in _blocks(places, selected):
+            # Leaves of their own, so that the graph of a block ends here and is freed before the next block.
             parts = [part.detach().requires_grad_() for part in _parts(block, query, key, value)]
             with torch.enable_grad():
                 out = _attend_block(parts, block, own, scale)

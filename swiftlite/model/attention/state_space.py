@@ -47,6 +47,7 @@ def state_space_scan(
     # [M, N, C]: log of the decay from the beginning of the chunk up to and including each token.
     faded = (step * rate_N.float()[:, None]).cumsum(dim=-1)
     # [M, N, C, C]: decay from token j to token i; 0 if j is after i.
+    # The first `tril` because above the diagonal, exp can be infinite, and its gradient 0 * inf NaN.
     left = (faded[..., :, None] - faded[..., None, :]).tril().exp().tril()
     inside = (read @ write.transpose(-1, -2)).repeat_interleave(per_group, dim=1) * left
     from_state = read.repeat_interleave(per_group, dim=1) * faded.exp()[..., None]

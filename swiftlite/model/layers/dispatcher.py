@@ -41,7 +41,9 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         tokens_TH = tokens.reshape(-1, self.shape[-1])
         num_tokens, num_pairs = len(tokens_TH), len(tokens_TH) * self.config.moe_router_topk
         chosen_ET = routing_map.t().to(torch.uint8).flatten()
+        # Stable, so that pairs are in order of experts, and those of an expert in order of tokens.
         pair_P = chosen_ET.argsort(descending=True, stable=True)[:num_pairs]  # the true ones of E * T
+        # Entry e * T + t of the transposed map belongs to token t.
         self.token_P = pair_P % num_tokens
         self.pair_TK = self.token_P.argsort(stable=True).view(num_tokens, -1)
         self.tokens_per_expert = routing_map.sum(dim=0)

@@ -18,5 +18,6 @@ class KeepsPrecision(nn.Module):
         super()._apply(fn, recurse)
         for name, data in exact.items():
             parameter = self.get_parameter(name)
+            # `super()._apply` has rounded the values; those from before it are only moved.
             parameter.data = data.to(parameter.device)
         return self

@@ -171,6 +171,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         parts = []
         for expert, own, part in zip(self.local_experts, tokens.split(counts), output.split(counts), strict=True):
             module = getattr(expert, linear)
+            # The grouped product does not call the modules, so their hooks are called here.
             for hook in module._forward_hooks.values():
                 part, _ = hook(module, (own,), (part, None))
             parts.append(part)
@@ -229,6 +230,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_hidden = F.grouped_mm(grad_output, torch.stack(weights), offs=ends)
         if not any(ctx.needs_input_grad[3:]):
             return grad_hidden, None, None, *[None for _ in weights]
+        # With two matrices, `offs` divides the sums: one product for each expert, over its tokens.
         grad_weights = F.grouped_mm(grad_output.t(), hidden_TI, offs=ends)
         if ctx.weights:
             return grad_hidden, None, None, *added(ctx.weights, grad_weights)
@@ -248,6 +250,7 @@ def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tens
     else:
         fused_add_reversed_(main_EOI, grad_EOI)
     for weight in weights:
+        # Otherwise the hook of DistributedDataParallel would add the gradient a second time.
         weight.grad_added_to_main_grad = True
     # The hook requires a gradient, but does not read it (distributed_data_parallel.py:434 of 0.16.1).
     return grad_EOI.unbind()

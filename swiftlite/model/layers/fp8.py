@@ -79,6 +79,7 @@ class _Product(torch.autograd.Function):
         summed = None
         if options["sequence_parallel"]:
             grad_input = whole.new_empty(len(whole) // options["tp_group"].size(), *whole.shape[1:])
+            # Asynchronously, while the gradient of the weight is computed below.
             summed = dist.reduce_scatter_tensor(grad_input, whole, group=options["tp_group"], async_op=True)
         elif options["allreduce_dgrad"]:
             summed = dist.all_reduce(grad_input, group=options["tp_group"], async_op=True)
@@ -113,10 +114,12 @@ def product(left: torch.Tensor, right_NK: torch.Tensor, low: LowPrecision, is_gr
             torch's kernel for rows is written for fast sums.
     """
     is_rowwise = low.recipe == "rowwise"
+    # The values of gradients differ by more orders of magnitude: e5m2 has a larger range, and fewer digits.
     dtype = torch.float8_e5m2 if is_gradient and low.format == "hybrid" else torch.float8_e4m3fn
     quantize = fused_quantize_rows if is_rowwise else fused_quantize
     left_MK, left_scale = quantize(left.detach().flatten(0, -2), dtype)
     right_NK, right_scale = quantize(right_NK.detach(), torch.float8_e4m3fn)
+    # It requires the first factor in row-major and the second in column-major order.
     product_MN = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         left_MK,
         right_NK.t(),

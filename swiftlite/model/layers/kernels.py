@@ -85,6 +85,7 @@ def modules_of(kernels: Kernels, *, norms_round_last: bool = False) -> Modules:
     low = kernels.low_precision if kernels.transformer_impl == "local" else None
     if low is not None:
         column, row = linear_classes(low)
+    # Also for Transformer Engine's attention, which leaves windows and sinks to swiftlite's.
     params: dict[str, Any] = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
     if kernels.attention != "te":
         params |= {"prefers_cudnn": kernels.prefers_cudnn, "packs_with_cudnn": kernels.packs_with_cudnn}

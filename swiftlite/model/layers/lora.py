@@ -147,6 +147,7 @@ class Adapter(nn.Module):
         a_parts, b_parts = self.parts(A), self.parts(B)
         a, b = a_parts[0], b_parts[0]
         if len(a_parts) > 1:  # one product for queries, keys and values
+            # Block-diagonal: each B reads the values of its own A only.
             a, b = torch.cat(a_parts), torch.block_diag(*b_parts)
         b = self._in_order(b)
         if self.caller_sums and self.is_column:
@@ -195,6 +196,7 @@ class Adapter(nn.Module):
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_SBR, group=self.group)
         if self.is_column:
+            # Each rank's rows of B give a part of the gradient of these values, which the backward pass sums.
             return copy_to_tensor_model_parallel_region(hidden_SBR, group=self.group)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(hidden_SBR, group=self.group)
@@ -328,6 +330,7 @@ def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], se
     for chunk in chunks:
         shards = {shard.name: shard for shard in placement.shards_of([chunk])}
         linear: Any
+        # A list, because adapters become modules of the chunk in the loop.
         for name, linear in list(chunk.named_modules()):
             full_name = placement.global_name(f"{name}.weight", chunk)
             if full_name in layers:
@@ -371,6 +374,7 @@ def _draw(binding: Binding, seed: int) -> None:
     ((key, shape),) = binding.row.hf.items()
     if key.endswith(HF_MAGNITUDE):
         return
+    # The whole tensor on each rank, which keeps its slices.
     tensor = torch.zeros(shape)
     if key.endswith(".lora_A.weight"):
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))

@@ -57,6 +57,7 @@ class OwnInputs(nn.Module):
             embedding_SBH: embeddings of the tokens, with their factor.
         """
         token = self.word_embeddings(input_ids)
+        # megatron-core's embedding returns [S, B, H] only with sequence parallelism, otherwise [B, S, H].
         if self.is_in_order:
             token = token.transpose(0, 1)
         token = token * self.multiplier

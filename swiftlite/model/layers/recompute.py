@@ -110,6 +110,7 @@ class TransformerBlock(McoreTransformerBlock):
             if not use_inner_quantization_context:
                 return nullcontext()
             get_context = get_fp8_context if self.config.fp8 else get_fp4_context
+            # megatron-core's contexts count layers from 0 over all stages, and `layer_number` from 1.
             return get_context(self.config, cast(int, layer.layer_number) - 1)
 
         shared = inputs.get("attention_mask")
@@ -122,6 +123,7 @@ class TransformerBlock(McoreTransformerBlock):
             else:
                 made = group(hidden_states, *group.tensors)
             if isinstance(shared, SharedStates):
+                # Results of the checkpoint, so that the gradients of later layers reach them.
                 made, *keys = made
                 shared.add_keys(group.numbers, keys)
             hidden_states = made
@@ -156,6 +158,7 @@ class _Group:
 
     def __call__(self, hidden_states: torch.Tensor, *tensors: torch.Tensor) -> Any:
         """Return the state, and if layers share states, a tuple of the state and the new keys and values."""
+        # In the backward pass, the arguments are detached copies, whose gradients the checkpoint returns.
         inputs, shared = dict(self.inputs), None
         if self.deepstack is not None:
             inputs["padding_mask"] = replace(self.deepstack, features_SBH=tensors)

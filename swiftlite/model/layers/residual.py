@@ -64,6 +64,7 @@ class ResidualLayer(TransformerLayer):
         output_SBH, bias = self.self_attention(normed_SBH, attention_mask, **of_attention)
         if bias is not None:
             output_SBH = output_SBH + bias
+        # The norm adds attention's output to the state, in the same kernel.
         hidden_SBH, normed_SBH = self.pre_mlp_layernorm(hidden_SBH, output_SBH)
         mlp = partial(self.mlp, padding_mask=padding_mask)
         if self.recompute_mlp:
@@ -95,6 +96,7 @@ class _Norm(torch.autograd.Function):
         of_both, of_weight = fused_norm_backward(
             grad_hidden, grad_normed, hidden, weight, eps, is_zero_centered, ctx.needs_input_grad[2]
         )
+        # Both terms of the sum have its gradient.
         return of_both, of_both if ctx.needs_input_grad[1] else None, of_weight, None, None
 
 
@@ -141,6 +143,7 @@ def norm_backward(
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     unit = wide * scale
     of_unit = upstream * _factor(weight_H, is_zero_centered)
+    # The norm does not depend on the length of its input, so the part of the gradient along the input drops out.
     of_input = scale * (of_unit - unit * (of_unit * unit).mean(-1, keepdim=True))
     of_both = (grad_hidden.float() + of_input).to(hidden.dtype)
     if not learns_weight:

@@ -45,6 +45,7 @@ class TopKRouter(McoreTopKRouter):
         exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
+            # Only the device of the converted buffer is used; its values are rounded.
             self._buffers[name] = buffer.to(fn(buffer).device)
         return self
 
@@ -71,6 +72,7 @@ class TopKRouter(McoreTopKRouter):
         """Attach the load-balancing loss over all tokens of the micro-batch (`aux_loss`) to `probs`."""
         if self.tokens is None or not self.get_aux_loss_coeff("aux_loss"):
             return probs
+        # All sequences become group 0, and padding remains -1.
         group_T = self.tokens.sequence_T.clamp(max=0)
         return self._with_loss(probs, scores_for_aux_loss, routing_map, group_T, 1)
 
@@ -90,6 +92,7 @@ class TopKRouter(McoreTopKRouter):
         if coefficient is None or tokens is None or not (self.training and torch.is_grad_enabled()):
             return logits
         squares_T = logits.float().logsumexp(dim=-1).square().masked_fill(tokens.sequence_T < 0, 0)
+        # Times the divisor, by which megatron-core divides all gradients at the end of the step.
         loss = coefficient * tokens.divisor * tokens.mean_weight * squares_T.sum()
         return MoEAuxLossAutoScaler.apply(logits, loss)
 
@@ -201,6 +204,7 @@ class MoELayer(McoreMoELayer):
         stock_forward = super().forward
 
         def compute(hidden_states: torch.Tensor) -> torch.Tensor:
+            # Inside of the recomputed function: before the backward pass, other micro-batches set other tokens.
             self.router.tokens = padding_mask
             return stock_forward(hidden_states)[0]
 

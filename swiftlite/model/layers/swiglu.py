@@ -136,6 +136,7 @@ class _ClampedProduct(torch.autograd.Function):
         (grad_output,) = grad_outputs
         gate, up = _clamped(gate_up)
         share = torch.sigmoid(gate * ALPHA)
+        # The derivative of g * s(a g), with the sigmoid s, is s * (1 + a g (1 - s)).
         grad_gate = grad_output * (up + 1) * share * (1 + ALPHA * gate * (1 - share))
         grad_up = grad_output * gate * share
         # At the limits, clamped inputs have a gradient, as in torch.
@@ -188,6 +189,7 @@ class _LimitedProduct(torch.autograd.Function):
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         _silu_backward(grad_activated, gate, grad_gate)
+        # After the mask above, which needs the values that the clamp overwrites.
         torch.mul(grad_output, activated.clamp_(max=limit), out=grad_up)
         grad_up.masked_fill_(up.abs() > limit, 0)
         return grad_gate_up, None

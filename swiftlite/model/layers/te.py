@@ -196,6 +196,7 @@ class CoreAttention(attention.CoreAttention):
             )
         mask_type = AttnMaskType.causal
         if packed_seq_params is not None:
+            # Transformer Engine accepts packed rows (`thd`) only with a mask for padding.
             mask_type = AttnMaskType.padding_causal
             lengths, _ = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
             packed_seq_params = _on_device(lengths, query_SBND.device)

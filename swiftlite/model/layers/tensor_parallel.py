@@ -84,6 +84,7 @@ class ColumnParallelLinear(AddsGradients, McoreColumnParallelLinear):
             return F.linear(input, weight, bias)
         if _adds_in_place(weight, options):
             return _linear(input, weight, options)
+        # megatron-core's own fusion requires Apex.
         return super()._forward_impl(input=input, weight=weight, **{**options, "gradient_accumulation_fusion": False})
 
 
@@ -118,8 +119,8 @@ def can_add_product(weight: Any, options: dict[str, Any]) -> bool:
 def sums_products_in_float32(dtype: torch.dtype) -> bool:
     """Return whether a GPU kernel can add a product of matrices of this dtype to a float32 matrix.
 
-    torch supports this only on CUDA (`addmm` with `out_dtype`) and not in every build, so it is tried once on 1 x 1
-    matrices.
+    torch supports this only on CUDA (`addmm` with `out_dtype`) and not in every build, so it is tried once on
+    small matrices.
     """
     one = torch.ones(16, 16, dtype=dtype, device="cuda")
     total = torch.ones(16, 16, device="cuda")
@@ -127,6 +128,7 @@ def sums_products_in_float32(dtype: torch.dtype) -> bool:
         torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
     except (RuntimeError, TypeError):
         return False
+    # One, and the sum of 16 products of ones.
     return bool((total == 17).all())
 
 
@@ -158,6 +160,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
         cls, stock: McoreVocabParallelEmbedding, config: TransformerConfig, tp_group: dist.ProcessGroup
     ) -> "VocabParallelEmbedding":
         """Create an embedding that replaces `stock` and takes over its weight."""
+        # Its own weight is never used, so it takes no memory.
         with torch.device("meta"):
             embedding = cls(
                 stock.num_embeddings,
@@ -173,6 +176,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return embeddings [B, S, H] of token ids [B, S]; with sequence parallelism, this rank's part [S, B, H]."""
         learns = self.weight.requires_grad and torch.is_grad_enabled()
+        # `index_add_` in the backward pass adds in varying order on a GPU.
         if not (self.gradient_accumulation_fusion and learns) or self.deterministic_mode:
             return super().forward(input_)
         part = self._rows(input_)
@@ -186,6 +190,7 @@ class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
         if group.size() == 1:
             return _lookup(input_, self.weight)
         is_elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        # Any row of this rank, because the result is masked.
         row = (input_ - self.vocab_start_index).masked_fill(is_elsewhere, 0)
         return _lookup(row, self.weight).masked_fill(is_elsewhere[..., None], 0)
 
@@ -212,6 +217,7 @@ class _Linear(torch.autograd.Function):
         grad_input = grad_output.matmul(ctx.weight)
         summed = None
         if ctx.tp_group is not None:
+            # Asynchronously, while the gradient of the weight is computed.
             summed = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
         add_product_(ctx.weight.main_grad, grad_output.flatten(0, -2).t(), input.flatten(0, -2))
         if summed is not None:

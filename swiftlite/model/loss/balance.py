@@ -82,6 +82,7 @@ def routed_tokens(
         step_weights = heads.weights
     described = []
     for depth, (sequence_SB, weight) in enumerate(zip(sequence_KSB, (1.0, *step_weights), strict=True)):
+        # Relative to the first step, which thus counts like a layer that is not unrolled.
         load_weight = weight / step_weights[0] if depth else 1.0
         tokens = RoutedTokens(sequence_SB, num_sequences, load_weight)
         if balance is not None and balance.tokens[depth]:
@@ -111,6 +112,7 @@ def tokens_times_loss(
     row_T = group_T + 1  # row 0 is for tokens that do not count
     count_GE = scores_TE.new_zeros(1 + num_groups, num_experts, dtype=torch.float32)
     count_GE.index_add_(0, row_T, chosen_TE.float())
+    # The load is one of all ranks' tokens; only the scores, which have the gradient, stay local.
     torch.distributed.all_reduce(count_GE, group=ranks)
     count_GE[0] = 0
     # E * n_i / (k * n): 1 for each expert if the load is balanced.

@@ -127,6 +127,7 @@ class TrunkTarget:
         share_C1: torch.Tensor | None = None,
     ) -> Results:
         """Return the distances [C] of a chunk, as `LabelTarget.loss_`."""
+        # For each chunk separately: logits of all positions would take the memory that chunks save.
         trunk_CV = capped(self.trunk_NH[rows] @ self.output_VH.t(), self.cap)
         overlap_C = None
         if self.overlap_N is not None and share_C1 is None:
@@ -255,6 +256,7 @@ def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 def _cap_(logits_CV: torch.Tensor, cap: float) -> torch.Tensor:
     """Overwrite logits with `capped` logits, and return the derivative [C, V]."""
+    # In float32: in bfloat16, 1 - tanh ** 2 would be 0 or a multiple of 2 ** -8 near the cap.
     share_CV = torch.tanh(logits_CV.float() / cap)
     logits_CV.copy_(share_CV * cap)
     return (1 - share_CV * share_CV).to(logits_CV.dtype)
@@ -304,6 +306,7 @@ def chunked_loss(
     entropy_N = target.entropy_N if isinstance(target, LabelTarget) else None
     overlap_N = target.overlap_N if isinstance(target, TrunkTarget) else None
     total = None
+    # Without a gradient of the matrix, `_ChunkedLoss` computes logits only once as well, and needs no weights.
     if share_BS is not None and weight_VH.requires_grad and torch.is_grad_enabled():
         share_N1 = share_BS[selected.row_N, selected.pos_N][:, None]
         assert entropy_N is None, "filled only where weights are not known"
@@ -334,6 +337,7 @@ class _Logits:
         if self.frozen_VH is None:
             return states_NH @ self.weight_VH.t()
         frozen_NH, trained_NH = self._split(states_NH)
+        # In place, without a second tensor of the logits' size.
         return (frozen_NH @ self.frozen_VH.t()).addmm_(trained_NH, self.weight_VH.t())
 
     def put_gradient_(self, grad_CV: torch.Tensor, grad_CH: torch.Tensor) -> None:
@@ -371,10 +375,12 @@ class _Logits:
         # The kernels read whole rows, in wide loads if they know the distance between rows.
         torch._dynamo.mark_static(logits_CV, 1)
         share_C1 = None if share_N1 is None else share_N1[rows]
+        # Derivative of the cap, by which the chain rule multiplies the gradient below.
         slope_CV = None
         if self.cap is not None:
             slope_CV = _fused_cap_(logits_CV, self.cap)
         prediction_C = None
+        # Predictions come first, because `loss_` overwrites the logits.
         if self.clusters is not None:
             shown_CV = self.clusters.masked(logits_CV, states_NH[rows], self.group)
             prediction_C = vocab_parallel_argmax(shown_CV, self.group, self.tokens_V)
@@ -404,6 +410,7 @@ class _WeightedLoss(torch.autograd.Function):
         loss_N, prediction_N, grad_NH = _results(states_NH, ctx.needs_input_grad[0])
         main_grad_VH: Any = getattr(weight_VH, "main_grad", None)
         sum_VH = main_grad_VH
+        # Over chunks, sums in bfloat16 would lose small terms, so others are converted once, at the end.
         if main_grad_VH is None or main_grad_VH.dtype != torch.float32:
             sum_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
@@ -415,7 +422,9 @@ class _WeightedLoss(torch.autograd.Function):
 
         for rows in _chunks(len(states_NH)):
             compute(rows)
+        # The single losses are only for metrics: the matrix has its gradient of their weighted sum already.
         ctx.mark_non_differentiable(loss_N, prediction_N)
+        # What `main_grad` has already is not returned a second time.
         ctx.save_for_backward(grad_NH, None if sum_VH is main_grad_VH else sum_VH)
         ctx.weight_VH, ctx.group, ctx.returns_gradient = weight_VH, logits.group, returns_gradient
         return (loss_N * share_N1[:, 0]).sum(), loss_N, prediction_N
@@ -430,6 +439,7 @@ class _WeightedLoss(torch.autograd.Function):
         if sum_VH is not None:
             grad_VH = (sum_VH * grad_outputs[0]).to(ctx.weight_VH.dtype)
         elif ctx.returns_gradient:
+            # With --overlap_grad_reduce, DistributedDataParallel's hook requires a gradient; this one has one element.
             grad_VH = ctx.weight_VH.new_zeros(()).expand_as(ctx.weight_VH)
         return grad_NH, grad_VH, None, None, None
 
@@ -451,6 +461,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows in _chunks(len(states_NH)):
             compute(rows)
         ctx.mark_non_differentiable(prediction_N)
+        # Only for the gradient of the matrix, whose logits are computed again.
         kept_states_NH = states_NH if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(grad_NH, kept_states_NH)
         ctx.logits = logits
@@ -492,6 +503,7 @@ def _results(states_NH: torch.Tensor, learns: bool) -> tuple[torch.Tensor, torch
 def _over_ranks(grad_NH: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum the gradient of the states over ranks, each of which has the part of its vocabulary."""
     if group is not None:
+        # Once for all chunks, and only if there is a backward pass.
         dist.all_reduce(grad_NH, group=group)
     return grad_NH
 

@@ -71,8 +71,10 @@ class TokenClusters(nn.Module):
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         cluster_V = self.cluster_of(size * logits_NV.size(1)).chunk(size)[rank]
         index_Nk = self.centroids(states_NA).topk(self.selected, dim=-1).indices
+        # One more column, never selected, is the cluster of padding rows (`cluster_of`).
         is_selected_NC = index_Nk.new_zeros(len(states_NA), self.centroids.out_features + 1, dtype=torch.bool)
         is_selected_NV = is_selected_NC.scatter_(1, index_Nk, value=True)[:, cluster_V]
+        # Over all ranks, because the selected tokens of a position may all be on one of them.
         smallest_N1 = logits_NV.detach().masked_fill(~is_selected_NV, torch.inf).amin(dim=-1, keepdim=True)
         if group is not None:
             dist.all_reduce(smallest_N1, dist.ReduceOp.MIN, group=group)
@@ -85,6 +87,7 @@ class TokenClusters(nn.Module):
 
     def loss(self, states_NA: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy [N] of the scores with the cluster of the label, float32, in nats."""
+        # Detached: the states follow the loss over the tokens, and the centroids follow the states.
         scores_NC = self.centroids(states_NA.detach()).float()
         cluster_T = self.cluster_of(self.num_tokens)
         return F.cross_entropy(scores_NC, cluster_T[label_N], reduction="none")

@@ -130,6 +130,7 @@ def token_loss(
             parts = logits_NV.split(MAX_POSITIONS)
             entropy_N = torch.cat([entropy(part_NV, sharing(tp_group)) for part_NV in parts])
     # Shape [1, N] for megatron-core's [S, B]; the loss does not depend on the arrangement.
+    # Last: it overwrites float32 logits (tensor_parallel/cross_entropy.py: `calculate_predicted_logits`).
     loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], selected.label_N[None])[0]
     return laid_out(loss_N, prediction_N, selected, entropy_N)
 
@@ -211,10 +212,12 @@ class _Distillation(torch.autograd.Function):
         beta: torch.Tensor | None,
         overlap_N: torch.Tensor | None,
     ) -> torch.Tensor:
+        # Float32 logits are not copied: their memory becomes that of the gradient.
         gradient_NV = logits_NV.float()
         loss_N = gradient_NV.new_zeros(len(gradient_NV))
         for start in range(0, len(gradient_NV), MAX_POSITIONS):
             rows = slice(start, start + MAX_POSITIONS)
+            # In parts, because the distances need several temporary tensors of the logits' size.
             loss_N[rows] = compare_(gradient_NV[rows], trunk_logits(rows).float(), kind, group, beta)
             if overlap_N is not None:
                 overlap_N[rows] = overlap_of(kind, loss_N[rows], gradient_NV[rows], group)
@@ -235,9 +238,11 @@ def cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor, group: Group)
     _below_largest_(logits_NV, group)
     here_N = label_N - group.rank() * logits_NV.size(-1)
     is_elsewhere_N = (here_N < 0) | (here_N >= logits_NV.size(-1))
+    # Every rank gathers some logit; the sum over ranks keeps the one on the rank that has the label.
     here_N1 = here_N.masked_fill(is_elsewhere_N, 0)[:, None]
     logit_N = _sum_over_ranks(logits_NV.gather(1, here_N1)[:, 0].masked_fill(is_elsewhere_N, 0), group)
     sum_N = _sum_over_ranks(logits_NV.exp_().sum(dim=-1), group)
+    # The one of the one-hot label, only on the rank that has the label.
     one_N = torch.where(is_elsewhere_N, 0.0, -1.0)
     logits_NV.div_(sum_N[:, None]).scatter_add_(1, here_N1, one_N[:, None])
     return sum_N.log() - logit_N
@@ -269,6 +274,7 @@ def _tv_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.T
     """Return [N], half of the sum over the vocabulary of |h - t|, which is 1 - overlap."""
     h = _log_softmax_(head_NV, group).exp_()
     t = _log_softmax_(trunk_NV, group).exp_()
+    # Before the gradient, which overwrites both.
     loss_N = _half_norm(h - t, group)
     _gradient_of_overlap_(h, t, group).neg_()
     return loss_N
@@ -294,6 +300,7 @@ def _lk_hybrid_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> 
     tv_N = _half_norm(difference, group)
     w_N = torch.exp(-3 * (1 - tv_N))
     gradient_of_kl = difference.mul_(w_N[:, None])
+    # tv is 1 - overlap, so (1 - w) * d(tv) is (w - 1) * d(overlap).
     _gradient_of_overlap_(h, t, group).mul_(w_N[:, None] - 1).add_(gradient_of_kl)
     return w_N * kl_N + (1 - w_N) * tv_N
 
@@ -312,10 +319,12 @@ def _jsd_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group, beta: tor
     """
     log_h = _log_softmax_(head_NV, group)
     log_t = _log_softmax_(trunk_NV, group)
+    # In logarithms, so that m is not 0 where both probabilities underflow.
     log_m = torch.logaddexp(log_h + torch.log1p(-beta), log_t + beta.log())
     difference = log_t - log_m
     kl_of_trunk_N = _sum_of_products(log_t.exp_(), difference, group)
     kl_of_head_N = _kl_from_head_(log_h, log_m.neg_().add_(log_h), group)
+    # `_kl_from_head_` has left the gradient of KL(h || m) in the memory of `log_h`.
     log_h.mul_(1 - beta)
     return beta * kl_of_trunk_N + (1 - beta) * kl_of_head_N
 
@@ -344,6 +353,7 @@ def overlap_of(kind: Distance, loss_N: torch.Tensor, gradient_NV: torch.Tensor, 
     if kind == "nla":
         return (-loss_N).exp()
     assert kind == "kl", kind
+    # The gradient of kl is h - t, and half of its norm is tv.
     return 1 - _half_norm(gradient_NV, group)
 
 

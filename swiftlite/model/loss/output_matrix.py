@@ -67,6 +67,7 @@ class OutputMatrix:
         weight_VH = self.weight_VH.detach()
 
         def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
+            # The matrix is split by rows, so the gradient of the states must be summed over its ranks.
             return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
 
         return replace(self, product=logits, weight_VH=weight_VH)

@@ -55,6 +55,7 @@ def _select(batch: Batch, random: Callable[[np.ndarray], np.random.Generator], s
     for number in range(batch.num_sequences):
         (places,) = np.nonzero(numbers == number)
         runs = np.arange(len(places)) // RUN
+        # Runs without a label, such as those of prompts, teach nothing and take no share.
         learned = np.unique(runs[has_label[places]])
         generator = random(ids[places])
         count = int(share * len(learned) + generator.random())  # in the mean, the share of these runs

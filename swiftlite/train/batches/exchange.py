@@ -36,6 +36,7 @@ def gather(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.devic
     counts[group.rank()] = len(numbers)
     counts = on_device(counts, device)
     dist.all_reduce(counts, group=group)
+    # As long as the longest list on each rank, because a collective requires equal shapes. `counts` cuts off the rest.
     gathered = torch.zeros(group.size(), int(counts.max()), dtype=torch.int64)
     gathered[group.rank(), : len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     gathered = on_device(gathered, device)
@@ -81,11 +82,13 @@ def exchange(
     def num_tokens(numbers: Iterable[int]) -> int:
         return sum(length_of[number] for number in numbers)
 
+    # Ordered by receiver, as `all_to_all_single` splits it. Both sides know all lengths, so no shapes are sent.
     outgoing = _flatten([samples[number - firsts[me]] for number in itertools.chain(*to_send)], ALL, device)
     sizes_received = [num_tokens(numbers) for numbers in to_receive]
     incoming = outgoing.new_empty(sum(sizes_received), len(ALL))
     sizes_sent = [num_tokens(numbers) for numbers in to_send]
     dist.all_to_all_single(incoming, outgoing, sizes_received, sizes_sent, group=group)
+    # They arrive in the order of the ranks that had them; the assignment can have another one.
     arriving = list(itertools.chain(*to_receive))
     arrived = dict(zip(arriving, _unflatten(incoming, [length_of[n] for n in arriving], ALL), strict=True))
     return [arrived[number] for number in assignment[me]]
@@ -163,6 +166,7 @@ def broadcast_counts(
     The values come from the first rank of the group.
     """
     source = dist.get_global_rank(group, 0)
+    # The sizes come first: receivers allocate memory for the numbers before they arrive.
     sizes = on_device(torch.tensor([len(counts), len(lengths)]), device)
     dist.broadcast(sizes, source, group=group)
     if group.rank() == 0:

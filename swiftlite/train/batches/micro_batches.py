@@ -106,6 +106,7 @@ class Batches:
             sizes[here] = _sizes_of(rows.samples[here], multiple)
         if isinstance(rows.rows, PackedRows) and len(rows):
             sizes = np.add.reduceat(padded(sizes, multiple)[rows.rows.order], rows.rows.offsets[:-1])
+        # `collate` gives rows without tokens one token of padding.
         return padded(np.maximum(sizes, 1), self.plan.row_multiple).astype(np.int32)
 
     def train(self, rows: SampleRows, sampler: Sampler, step: int) -> MicroBatches:
@@ -119,6 +120,7 @@ class Batches:
             indices: the rows of the global batch.
         """
         batches = [self.collate(samples) for samples in self._cut(rows, indices)]
+        # Batches are collated here, in the thread of `Prefetched`; companions when `prepare` reads them.
         return MicroBatches(batches, Collated(self.collate_companions, self._cut_companions(rows, indices)))
 
     def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> MicroBatches:
@@ -218,8 +220,10 @@ class Batches:
         """Distribute the samples of a step over ranks and micro-batches with equal work (`data.packing.schedule`)."""
         layout = self.plan.layout
         num_multiple_of = 1
+        # megatron-core's interleaved schedule refuses a remainder that is smaller than the pipeline.
         if num_virtual_stages(layout):
             num_multiple_of = layout.pipeline_model_parallel_size
+        # `square` counts all pairs of a sequence; those outside of windows are not computed.
         if self.flops.windows or self.flops.indexers:
             more_work = more_work or [0.0] * len(lengths)
             pairs = zip(more_work, lengths, strict=True)

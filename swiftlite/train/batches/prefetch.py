@@ -28,6 +28,7 @@ class Prefetched:
         found = self._started.pop(step, None) or self._thread.submit(self._get, step)
         self._started.clear()  # of another order of steps
         batches = found.result()
+        # Only one step ahead, so that micro-batches of two steps at most are in memory.
         if following < self._num_steps:
             self._started[following] = self._thread.submit(self._get, following)
         return batches

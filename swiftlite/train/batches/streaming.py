@@ -48,6 +48,7 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
             waiting=itertools.starmap(StreamSample, state["waiting"]),
             ready=[list(itertools.starmap(StreamSample, row)) for row in state["ready"]],
         )
+        # The packing keeps only positions and lengths of samples, so their tokens are read again.
         stream.hold(itertools.chain(self._rows.waiting, *self._rows.ready))
 
     def __next__(self) -> tuple[list[StreamSample], list[MicroBatches]]:
@@ -55,6 +56,7 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
         if plan.packing == "step":
             entries = list(itertools.islice(self._stream, plan.global_batch_size))
             schedule = self._batches.schedule([entry.length for entry in entries])
+            # For all ranks, because senders and receivers must agree on the assignment.
             rank_batches = []
             for rank in range(plan.data_parallel_size):
                 rank_batches.append([indices.tolist() for indices in schedule.rank(rank)])
@@ -140,7 +142,9 @@ class StreamedBatches:
         assignment = []
         for batches in rank_batches:
             assignment.append([number_of[index] for index in itertools.chain(*batches)])
+        # In the order in which `exchange` numbers them.
         own = self.stream.take(entries[index] for index in by_owner)
+        # In the order of this rank's assignment, which lists micro-batch after micro-batch.
         arriving = iter(exchange(own, lengths, assignment, group, self.mesh.device.torch_device))
         return [list(itertools.islice(arriving, len(indices))) for indices in rank_batches[group.rank()]]
 

@@ -32,8 +32,10 @@ def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[
     rank, size = adapter.group.rank(), adapter.group.size()
     tensors: dict[str, Sharded] = {}
     for local_name, parameter in adapter.named_parameters(name):
+        # Of a column-parallel layer, B is split by its rows and A is whole; of a row-parallel layer, A by its columns.
         is_split = adapter.is_column != (f".{A}" in local_name)  # magnitudes are split in the same way as B
         offsets = []
+        # A whole tensor has a copy on each rank, of which megatron-core writes the one whose ids are all 0.
         replica = rank
         if is_split:
             axis = 0 if adapter.is_column else 1

@@ -120,12 +120,14 @@ class Checkpointer:
             UserError: the checkpoint (with `is_async`, the previous checkpoint) cannot be written; its files are
                 deleted.
         """
+        # One save at a time: `_delete_unfinished` would delete the files of the one before.
         self.finish()
         temporary = self._temporary(step)
         with self._whole_or_absent():
             if dist.get_rank() == 0:
                 self._delete_unfinished()
                 temporary.mkdir(parents=True)
+            # All ranks write into this directory.
             dist.barrier()
             request = dist_checkpointing.save(
                 self._tensors(),
@@ -134,6 +136,7 @@ class Checkpointer:
                 async_sharded_save=self.is_async,
                 **ASYNC_WRITER,
             )
+            # Before an asynchronous save is published: until then, the position in the data moves on.
             state = replace(self.state, step=step, **(data_state or {}))
             if request is None:
                 self._publish(state, is_ephemeral)
@@ -214,6 +217,7 @@ class Checkpointer:
         """Add the state and the manifest to the files that all ranks have written, and rename the checkpoint."""
         final = self.output_dir / f"checkpoint-{state.step}"
         written: list[Any] = [None] * dist.get_world_size()
+        # Each rank knows only the digests of the files that it has written.
         dist.all_gather_object(written, self._strategy.written.digests)
         if dist.get_rank() == 0:
             temporary = self._temporary(state.step)
@@ -222,13 +226,17 @@ class Checkpointer:
                 (temporary / EPHEMERAL_FILE).write_text(EPHEMERAL_TEXT)
             write_common(temporary)
             write_manifest(temporary, dict(chain.from_iterable(rank.items() for rank in written)))
+            # Before the rename: after a power failure, a name on the disk must not refer to files that are not.
             fsync_tree(temporary)
+            # A rename replaces no directory with files.
             if final.exists():
                 delete_checkpoint(final)
             temporary.rename(final)
+            # The new name is content of the directory, which must reach the disk as well.
             sync(self.output_dir)
             logger.info("saved %s", final.name)
         dist.barrier()
+        # On every rank, after the barrier: each copies a share of the files, under their final name.
         if self.copies:
             self.copies.add(final)
         if dist.get_rank() == 0:
@@ -282,6 +290,7 @@ def load_checkpoint(
             divided = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), mesh.dp_cp)
             loaded: Any = dist_checkpointing.load(tensors, str(checkpoint), divided)  # pyright: ignore[reportArgumentType]
     except (*_DAMAGES, RuntimeError) as error:
+        # Others, such as those of NCCL, say nothing about the files.
         if isinstance(error, RuntimeError) and _OF_TORCH_READER not in str(error):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]

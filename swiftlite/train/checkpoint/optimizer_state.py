@@ -120,6 +120,7 @@ class Slot:
                 self.inner.state_of(self.main)["step"].fill_(step)
         elif isinstance(self.inner, torch.optim.Adam) and self.main is not None:  # or its subclass AdamW
             is_fused = self.inner.param_groups[0].get("fused")
+            # Where `_init_group` of torch/optim/adam.py puts it: on the device only for the fused kernel.
             device = self.main.device if is_fused else torch.device("cpu")
             self.inner.state[self.main]["step"] = torch.tensor(float(step), device=device)
         else:  # the FusedAdam of Transformer Engine and Apex has one counter per group
@@ -155,6 +156,7 @@ def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
     """
     tensors = {}
     owners = _owners(slots)
+    # Keys only pair tensors with slots; names in files are those of the parameters (`_like`).
     for number, (slot, sharded) in enumerate(_placed(slots, model_state)):
         for kind in slot.kinds:
             if slot.group is None:
@@ -180,6 +182,7 @@ def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
             if slot.group is None:
                 tensors[f"{number}.{kind}"] = _like(sharded, slot.part(kind).detach(), kind)
             elif slot.group.rank() == owners[number]:
+                # On the host, so that the whole state of all owned parameters takes no memory on the device.
                 whole = torch.empty(slot.parameter.shape)
                 tensors[f"{number}.{kind}"] = _by_its_owner(_like(sharded, whole, kind), slot)
     return tensors
@@ -201,6 +204,7 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
                 whole = _distribute(slot, whole, owner)
             assert whole is not None
             slot.set_part(kind, whole)
+        # After the moments: for an empty state, `part` starts the counter at 0.
         slot.set_step(step)
     for inner in {id(slot.inner): slot.inner for slot in slots}.values():
         if isinstance(inner, HoldsMoments):
@@ -220,6 +224,7 @@ def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
     parameters = itertools.chain(*part.model_fp32_groups, *part.model_float16_groups)
     shards = itertools.chain(*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups)
     mains = dict(zip(parameters, shards, strict=True))
+    # In the order of the buffers, which is the same on all ranks, although each has the state of other parameters.
     for buffer in part.buffers:
         for parameter in buffer.params:
             if parameter in mains:

@@ -52,6 +52,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
             f"--output_dir {run_dir} cannot be created: {error.strerror}", "use a writable directory"
         ) from None
     for path in small_files(hf_model.directory):
+        # config.json is written below; the other describes a quantization, which exports do not have.
         if path.name not in ("config.json", MODELOPT_FILE):
             shutil.copy2(path, source / path.name)
     changes = hf_model.family.config_with(hf_model.config, heads) | quantization_change(hf_model.config)
@@ -61,6 +62,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfM
         tensors = {key: each for key, each in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
     [(dtype, _)] = Counter(dtypes_of(tensors).values()).most_common(1)
     new = shapes_of(row for row in hf_model.family.rows(hf_model.config, 0) if row.can_be_new)
+    # The entries of files replace those of new parameters: a model that was exported before has them.
     tensors = {key: {"dtype": dtype, "shape": list(shape)} for key, shape in new.items()} | tensors
     atomic_write(source / TENSORS_FILE, json.dumps(tensors).encode())
     _write_carried(hf_model, source)

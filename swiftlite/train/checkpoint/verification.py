@@ -53,6 +53,7 @@ def _listed_files(checkpoint: Path) -> tuple[dict[str, str], str]:
         return {}, str(error)
     if digests is None:
         return {}, _damage_without_digests(checkpoint)
+    # A list that was cut off would leave files unverified.
     needed = {".metadata", "common.pt", STATE_FILE, *(path.name for path in checkpoint.glob("*.distcp"))}
     if unlisted := sorted(needed - digests.keys()):
         return {}, f"{MANIFEST_FILE} lacks {', '.join(some(unlisted, 5))}"
@@ -69,6 +70,7 @@ def _damage_without_digests(checkpoint: Path) -> str:
             return f"{MANIFEST_FILE} is missing"
         CheckpointState.read(checkpoint)
         check_metadata(checkpoint)
+    # No damage: the files may be whole.
     except PermissionError:
         raise
     except UserError as error:
@@ -160,6 +162,7 @@ def _check_can_begin(run: Path) -> None:
         UserError: all checkpoints are damaged.
     """
     names = [sorted(path.name for path in run.glob(f"checkpoint-*{DAMAGED}*"))]
+    # As seen by the first rank: a node with another file system must decide alike.
     dist.broadcast_object_list(names)
     if names[0] and not num_restarts():
         raise UserError(

@@ -79,6 +79,7 @@ class DistantTeacher:
         """Return the states of this rank's micro-batches, as `Teacher.states`. Collective."""
         num_ranks, mesh = self.trained.dp.size(), self.mesh
         shared: list[list[Batch]] = [[] for _ in range(num_ranks)]
+        # The teacher's data-parallel ranks divide them in another way than those of the trained model.
         dist.all_gather_object(shared, [without_heads(batch) for batch in batches], group=self.trained.dp)
         given = list(chain.from_iterable(zip(*shared, strict=True)))  # batch m of rank d has number m * num_ranks + d
         computed: list[torch.Tensor] = []
@@ -88,7 +89,9 @@ class DistantTeacher:
             computed = label_states(self.chunks, mesh, mine)
         received, rank = [], dist.get_rank()
         num_senders = 1 + max(place.dp for place in self.senders)
+        # All ranks go through the same pairs in the same order, so that sends and receives match without tags.
         for number, to in product(range(len(given)), self.receivers):
+            # Tensor-parallel ranks of the teacher have equal states, of which the first one sends.
             source, target = self.senders[Place(number % num_senders, to.cp, 0)], self.receivers[to]
             if to.dp != number % num_ranks or rank not in (source, target):
                 continue
@@ -96,6 +99,7 @@ class DistantTeacher:
             like = self.like_state.new_empty((int((labels != IGNORE_INDEX).sum()), self.like_state.size(1)))
             states_NH = send(computed[number // num_senders] if rank == source else None, source, target, like)
             if rank == target:
+                # On the host until the loss of the micro-batch, as in `teacher.py`.
                 received.append(states_NH.cpu())
         return received
 
@@ -148,6 +152,7 @@ def _divide_output(
     (senders, receivers), rank = ranks, dist.get_rank()
     whole = None
     if rank in senders.values():
+        # Gathered and divided again, because the two models can have different tensor-parallel sizes.
         own_VH = chunks[-1].output_layers.of_trunk().weight_VH.detach()
         parts = [torch.empty_like(own_VH) for _ in range(mesh.tp.size())]
         dist.all_gather(parts, own_VH.contiguous(), group=mesh.tp)

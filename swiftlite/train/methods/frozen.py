@@ -42,6 +42,7 @@ def open_frozen(
     if run.hf_model.computes_images and not model.family.is_reward_model:
         model = with_same_images(model, run.hf_model, flag)
     tensors = agreement.digest(describe(model.directory))
+    # Before the ranks that the layout leaves out return, because it is collective over all ranks.
     agreement.check_agreement({f"tensors of {flag}": tensors, f"commit of {flag}": model.identity})
     mesh = mesh_of(run, model, layout)
     if not mesh.is_here:
@@ -90,6 +91,7 @@ def mesh_of(run: Run, model: HfModel, layout: ParallelLayout) -> Mesh:
 
 def batches_of(run: Run, mesh: Mesh) -> Batches:
     """Return what divides rows over the ranks of a frozen model."""
+    # Samples are scored one by one, so there are no rows to pack in advance.
     packing = "none" if run.plan.packing == "none" else "micro_batch"
     plan = replace(
         run.plan,

@@ -66,8 +66,10 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
         sums = torch.stack([ratio_P.sum(), torch.full_like(ratio_P, 1.0).sum()]) * here
         return ratio_P.sum(), torch.ones((), dtype=torch.int32, device=sums.device), sums
 
+    # Before the forward passes of the step: the loss of each answer depends on the KL of the whole global batch.
     parts = run_batches(model, mesh, companions, forward_step_of(sum_ratios), forward_only=True)
     total, number = all_reduce_sum(parts, (2,), mesh).tolist()
+    # As in TRL: a divergence is not negative, but its estimate can be.
     return max(mean_of(total, number), 0.0)
 
 

@@ -66,6 +66,7 @@ def head_coefficients(
         divisor: number of targets (tokens or pairs) of the objective's own loss in the global batch.
     """
     if heads.has_joint_weights:
+        # Every chain starts at a target of the first depth, also one that ends before the last depth.
         num_targets = [num_targets[0]] * heads.drafts
     coefficients = []
     for weight, count in zip(heads.weights, num_targets, strict=True):
@@ -118,10 +119,12 @@ def chain_weights(overlaps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         overlaps: overlap of head and trunk for each draft, [B, S]; 0 where the target is ignored.
     """
     weights = []
+    # From the last draft to the first: the factor 1 + a_{m+1} * (1 + ...) of each.
     after_BS = torch.ones_like(overlaps[0])
     for overlap_BS in reversed(overlaps):
         weights.insert(0, after_BS)
         after_BS = 1 + overlap_BS * after_BS
+    # From the first to the last: the factor a_1 ... a_{m-1}, with which a draft is reached.
     reached_BS = torch.ones_like(overlaps[0])
     for draft, overlap_BS in enumerate(overlaps):
         weights[draft] = reached_BS * weights[draft]

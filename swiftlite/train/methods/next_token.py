@@ -56,6 +56,7 @@ class NextTokenObjective(HeadObjective):
         """Return a forward step that returns, for a micro-batch, `total_loss`, the trunk's number of targets and the
         statistics."""
         targets, tokens = counts.tolist()
+        # From the counts of the global batch: with those of the micro-batch, the loss would depend on how it is cut.
         coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], targets[0])
         balance = Balance(tokens, divisor=targets[0])
         teacher_of = self._make_teacher()
@@ -85,8 +86,10 @@ def mean_over_labels(
     losses: Losses, *, batch: Batch, coefficients: Sequence[float], mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `total_loss`, the trunk's number of targets and the statistics of one micro-batch."""
+    # Of this rank's part of the rows: `finalize_model_grads` sums the numbers over data- and context-parallel ranks.
     num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
     sums = statistics.depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
+    # Integers, because the schedules add them to an int32 total in place (`total_num_tokens` of schedules.py).
     number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
     return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
 

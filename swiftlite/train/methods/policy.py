@@ -117,6 +117,7 @@ def mismatch_of(old_BS: torch.Tensor, engine_BS: torch.Tensor, tokens: LabeledTo
     if policy.mismatch_mode == "none":
         return torch.ones_like(old_BS)
     difference_BS = (old_BS - engine_BS).nan_to_num(0.0)
+    # For example token_truncate, or sequence_mask.
     level, treatment = policy.mismatch_mode.split("_")
     if level == "sequence":
         difference_BS = tokens.per_token(tokens.sums(difference_BS))
@@ -148,6 +149,7 @@ def token_losses(
         return -(4 / temperature_BS) * torch.sigmoid(temperature_BS * (ratio_BS - 1)) * advantage_BS
     if policy.loss_type == "cispo":
         return -ratio_BS.clamp(max=policy.clip_high).detach() * advantage_BS * log_p_BS
+    # Before `delta`, which bounds only the term that is not clipped, as in TRL.
     clipped_BS = ratio_BS.clamp(policy.clip_low, policy.clip_high)
     if policy.delta is not None:
         ratio_BS = ratio_BS.clamp(max=policy.delta)
@@ -219,6 +221,7 @@ class PolicyObjective(HeadObjective):
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Return a forward step that gives the loss, the number of targets and the statistics of each micro-batch."""
         targets, tokens, (num_completions, *_), (num_batches, *_) = counts.tolist()
+        # What the gradients are divided by at the end of the step; the coefficients of the other terms make up for it.
         divisor = targets[0] if self.policy.divides_by_tokens else num_completions
         if self.policy.loss_type == "bnpo":
             divisor = num_batches
@@ -233,6 +236,7 @@ class PolicyObjective(HeadObjective):
             total = add_heads(loss, losses, batch.loss_scale_KBS, coefficients)
             number = batch.num_sequences * is_first
             if self.policy.loss_type == "bnpo":
+                # megatron-core divides the gradients by the sum of these numbers: one per micro-batch gives their mean.
                 number = int(is_first)
             if self.policy.divides_by_tokens:
                 number = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
@@ -252,6 +256,7 @@ class PolicyObjective(HeadObjective):
         """
         policy, extras, log_p_BS = self.policy, batch.extras, -main.loss_BS
         old_BS = extras[OLD.name]
+        # Detached: the ratio is 1, but its gradient is that of log p.
         old_BS = torch.where(old_BS.isnan(), log_p_BS.detach(), old_BS)
         ratio_BS = ratio_of(log_p_BS, old_BS, tokens, policy)
         weight_BS = mismatch_of(old_BS, extras[ENGINE.name], tokens, policy)
@@ -260,12 +265,14 @@ class PolicyObjective(HeadObjective):
         if policy.teacher_kl_coef:
             teacher_kl_BS = teacher_kl_of(old_BS, extras[TEACHER.name])
             advantage_BS = advantage_BS - policy.teacher_kl_coef * teacher_kl_BS
+        # As in TRL, the weight is not that of the KL term.
         loss_BS = token_losses(log_p_BS, ratio_BS, advantage_BS, policy) * weight_BS
         kl_BS = torch.zeros_like(loss_BS)
         if policy.beta:
             kl_BS = kl_of(log_p_BS, extras[REFERENCE.name], ratio_BS, policy)
             loss_BS = loss_BS + policy.beta * kl_BS
         if policy.divides_by_lengths:
+            # The length of padding is 0. Divided by it, a loss would be NaN, which the mask of targets does not remove.
             loss_BS = loss_BS / tokens.per_token(tokens.lengths_N).clamp(min=1)
         elif policy.loss_type == "dr_grpo":
             loss_BS = loss_BS / policy.max_completion_length
@@ -287,6 +294,7 @@ class PolicyObjective(HeadObjective):
         """Return where the ratio is clipped at its lower and at its upper bound, [B, S] each."""
         is_low_BS = (ratio_BS < self.policy.clip_low) & (advantage_BS < 0)
         if self.policy.loss_type == "cispo":
+            # cispo has no lower bound.
             is_low_BS = torch.zeros_like(is_low_BS)
         return [is_low_BS, (ratio_BS > self.policy.clip_high) & (advantage_BS > 0)]
 

@@ -74,6 +74,7 @@ def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
         batch: this rank's part of the micro-batch.
     """
     log_p_N, tokens_N = log_probabilities_of(loss_BS, batch, mesh)
+    # The preferred answer of a pair is followed by the rejected one.
     return Scores(log_p_N.view(-1, 2), tokens_N.view(-1, 2), batch.extras[REFERENCE.name].view(-1, 2))
 
 
@@ -137,6 +138,7 @@ def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
             mean_P2 = scores.mean_P2
             return _smoothed(beta * (mean_P2[:, 0] - mean_P2[:, 1]) - preference.simpo_gamma, smoothing)
         case "orpo":
+            # log p - log(1 - p); log1p keeps the digits of 1 - p where p is small.
             log_odds_P2 = scores.mean_P2 - torch.log1p(-scores.mean_P2.exp())
             return -beta * logsigmoid(log_odds_P2[:, 0] - log_odds_P2[:, 1])
         case "kto":
@@ -195,6 +197,7 @@ class PreferenceObjective(HeadObjective):
             total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
             pairs = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
             figures = self._figures(scores, losses_P) * counts_here
+            # From the predictions, because the labels are on the host (`on_this_rank`).
             is_target_BS = losses.main.prediction_BS != -1
             num_tokens = (is_target_BS & _is_preferred(batch)).sum()
             imitated = torch.stack([preferred.detach().double(), num_tokens.double()])

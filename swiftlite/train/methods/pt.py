@@ -29,6 +29,7 @@ def document_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | None]
     firsts = first_pieces(run.data.val)[: run.args.acceptance_samples]
     prompts = []
     for sample in firsts:
+        # At most half of the document, so that something follows that can be predicted.
         token_ids = sample.input_ids[: min(PROMPT_TOKENS, len(sample) // 2)].tolist()
         prompts.append(Prompt(token_ids, str(run.tokenizer.decode(token_ids)), sample.channel or ""))
     eos: Any = run.tokenizer.eos_token_id

@@ -98,6 +98,7 @@ class Reference:
         dist.broadcast_object_list(kept)
         answers = kept[0]
         keys = [digest([pair_at(number)]) for number in range(num_pairs)]
+        # By digest, so that pairs that occur several times are scored once.
         missing = {key: number for number, key in enumerate(keys) if key not in answers}
         if missing:
             answers |= self._score(pair_at, missing, manifest)
@@ -119,6 +120,7 @@ class Reference:
         chunks = self.open()
         answers: Answers = {}
         for keys, pairs in slices(pair_at, missing):
+            # On ranks outside of the mesh, memory for the broadcast.
             numbers = torch.zeros(len(keys), 2, device=self.mesh.device.torch_device)
             if self.mesh.is_here:
                 numbers = log_probabilities(chunks, self.mesh, self.batches, pairs)
@@ -200,6 +202,7 @@ class Reference:
         return answers
 
     def _next_slice(self) -> Path:
+        # A killed run leaves slices, which must not be overwritten.
         names = {path.name for path in self.directory.glob(SLICES)}
         numbers = (SLICES.replace("*", f"{number:06d}") for number in itertools.count())
         return self.directory / next(name for name in numbers if name not in names)
@@ -208,6 +211,7 @@ class Reference:
         # Digests are not stored as metadata: 1.4 million of them exceed the maximum header.
         digests = np.frombuffer(bytes.fromhex("".join(answers)), np.uint8).reshape(len(answers), -1)
         tensors = {
+            # Copied, because `frombuffer` returns read-only memory, which torch does not support.
             "digests": torch.from_numpy(digests.copy()),
             "log_probabilities": torch.tensor(list(answers.values()), dtype=torch.float32),
         }
@@ -216,6 +220,7 @@ class Reference:
     def _write_all(self, answers: Mapping[str, tuple[float, float]], manifest: Mapping[str, str]) -> None:
         """Write all log-probabilities into one file, and delete the files of slices."""
         slices = sorted(self.directory.glob(SLICES))
+        # Before the slices are deleted: a run that is killed in between finds every score at least once.
         self._write(self.directory / FILE, answers, manifest)
         for path in slices:
             path.unlink()
@@ -313,6 +318,7 @@ def _with_scores(
 def samples_of_steps(run: Run) -> np.ndarray:
     """Return the indices of the training samples that the steps of the run use, int64."""
     num_rows, batch_size = len(run.rows), run.plan.global_batch_size
+    # A whole epoch uses all samples.
     if run.schedule.steps * batch_size >= num_rows:
         return np.arange(len(run.data.train))
     sampler = Sampler(num_rows, batch_size, run.args.seed, run.args.dataset_shuffle)

@@ -127,6 +127,7 @@ class RewardObjective:
         counts_here = mesh.cp.rank() == 0  # context-parallel ranks have the same rewards
         rewards_P2 = rewards_of(scores_BS, batch, mesh).view(-1, 2)
         chosen_P, rejected_P = rewards_P2.unbind(dim=1)
+        # The parser stores it in the first sequence of a pair only.
         margin_P = batch.extras[MARGIN.name].view(-1, 2)[:, 0]
         losses_P = -logsigmoid(chosen_P - rejected_P - margin_P)
         losses_P = losses_P + self.center_rewards_coefficient * (chosen_P + rejected_P) ** 2

@@ -108,4 +108,5 @@ def without_heads(batch: Batch) -> Batch:
 def _kept(states_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the states as the statistics of a micro-batch."""
     one = torch.ones((), dtype=torch.int32, device=states_NH.device)
+    # The schedule keeps the third result of every micro-batch, so states on the GPU would fill its memory.
     return states_NH.new_zeros(()), one, states_NH.cpu()
