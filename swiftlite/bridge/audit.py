@@ -89,7 +89,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     not_of_rows = [key for key in entries if family.is_derived(key) or family.is_carried(hf_config, key)]
     problems += compare_shapes(expected_shapes(rows, shapes), shapes, not_of_rows)
     problems += whole_numbers(rows, entries)
-    # Reading all values takes minutes for a large model, and the rows of these checks must exist in the files.
+    # Reading all values takes minutes for a large model, and requires that the tensors exist.
     if not problems:
         with Checkpoint(hf_dir, format) as checkpoint:
             problems += _copies_that_differ(checkpoint, rows)

@@ -153,11 +153,13 @@ def bind(
     names = {shard.name for shard in shards}
     problems = [f"no source for {name}" for name in sorted(names - row_of.keys() - set(not_read))]
     for row in all_rows:
+        # A later pipeline stage can hold only a copy, such as the output layer of a tied model.
         if names.isdisjoint((row.mcore, *row.mcore_copies)) and not others_hold(row.mcore):
             problems.append(f"the Megatron model has no {row.mcore}")
     for name in not_read:
         if name not in names and not others_hold(name):
             problems.append(f"the Megatron model has no {name}")
+    # Only when loading: an export writes the tensors of the rows, and no file exists yet.
     if hf_shapes is not None:
         problems += compare_shapes(expected_shapes(all_rows, hf_shapes), hf_shapes, ignored)
 
@@ -240,6 +242,7 @@ def _misfit(row: Row, shard: Shard) -> str:
     axis = row.join.axis
     shapes = list(row.hf.values())
     other_axes = {_without(shape, axis) for shape in shapes}
+    # A fault of the family's rows and not of the files, whose shapes are compared elsewhere.
     if len(other_axes) > 1:
         raise ValueError(f"the HF tensors of {row.mcore} cannot be joined along axis {axis}: {shapes}")
     lengths = [shape[axis] for shape in shapes]

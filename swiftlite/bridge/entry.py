@@ -56,8 +56,7 @@ class Entry:
         if not box:  # a tensor without axes, a single number
             yield self.offset, self.nbytes
             return
-        # In a row that other tensors share, the whole width of the box is still a cut, so each row is a range of its
-        # own.
+        # In a row that other tensors share, the whole width of a box is a cut too: each row is a separate range.
         lengths = (*self.shape[:-1], self.row_length or self.shape[-1])
         cut_axes = [axis for axis, wanted in enumerate(box) if len(wanted) < lengths[axis]]
         last = max(cut_axes, default=0)  # the box is not cut along later axes

@@ -70,6 +70,7 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
     """
     hf_config = _unwrapped(content)
     key = depth_key(hf_config)
+    # Qwen3-Next was published without a key, and its heads would be dropped as tensors that nothing declares.
     if key not in hf_config:
         depth = _count_heads(_tensor_names(hf_dir))
         if depth:
@@ -77,6 +78,7 @@ def with_architecture_names(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
     layers = hf_config.get("layers_block_type")
     if "num_hidden_layers" not in hf_config and isinstance(layers, list):  # of Nemotron 3 Ultra
         hf_config["num_hidden_layers"] = len(layers)
+    # config.json has precedence over ModelOpt's own file.
     if "quantization_config" not in hf_config and (hf_dir / MODELOPT_FILE).is_file():
         hf_config["quantization_config"] = _modelopt_quantization(hf_dir / MODELOPT_FILE)
     quantization = hf_config.get("quantization_config")
@@ -155,6 +157,7 @@ def _tensor_names(hf_dir: Path) -> list[str]:
         if (hf_dir / _INDEX).is_file():
             return [str(name) for name in read_json(hf_dir / _INDEX)["weight_map"]]
         with (hf_dir / _SINGLE).open("rb") as file:
+            # By hand, because this module is imported without torch. A damaged file can state any length.
             length = int.from_bytes(file.read(8), "little")
             return [str(name) for name in parse_json(file.read(min(length, _MOST_HEADER_BYTES)).decode())]
     except (OSError, ValueError, KeyError, TypeError):

@@ -71,6 +71,7 @@ class Interleave:
         if any(length % units for length in lengths):
             raise ValueError(f"lengths {list(lengths)} do not divide into {units} parts")
         parts = [length // units for length in lengths]
+        # 8 rows of queries and 2 of keys in 2 units: queries 0 to 3 and key 0, then queries 4 to 7 and key 1.
         ranges = []
         for unit in range(units):
             ranges += [SourceRange(source, unit * part, part) for source, part in enumerate(parts)]
@@ -100,6 +101,7 @@ class InterleaveBlocks:
         if any(length % units for length in chain(*self.blocks)):
             raise ValueError(f"blocks {self.blocks} do not divide into {units} parts")
         ranges = []
+        # One unit per query group for the fused qkv_proj of Phi-3, and one per rank for its gate_up_proj.
         for unit in range(units):
             for source, blocks in enumerate(self.blocks):
                 ranges += self._parts(source, blocks, unit, units)

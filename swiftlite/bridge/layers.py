@@ -56,8 +56,7 @@ class DecoderLayers:
         """
         shards = placement.shards_of([model])
         others_hold = placement.others_hold([model], shards)
-        # The rest of the model (embedding, norm, output layer, heads) is held by the ranks, and was bound when it was
-        # loaded.
+        # All other parameters (embedding, norm, output layer, heads) were bound when the model was loaded.
         layer_shards = [shard for shard in shards if placement.decoder_layer_of(shard.name) == number]
         what = str(self._checkpoint.hf_dir)
         return bind(layer_shards, self._rows[number], others_hold=others_hold, what=what)

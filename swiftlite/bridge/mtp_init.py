@@ -38,6 +38,8 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
         for row in family.head_rows(hf_config, head):
             source = trunk.get(sources.get(row.mcore, ""))
             if source is not None and _size(source) == _size(row):
+                # The trunk's tensors for the head's parameter: they are read again instead of copied in memory, in any
+                # layout.
                 rows.append(replace(source, mcore=row.mcore))
     return rows
 
@@ -114,6 +116,7 @@ def _pass_through(shard: Shard) -> None:
     """
     num_rows, num_columns = shard.tensor.shape
     local_rows = torch.arange(num_rows)
+    # Tensor-parallel ranks split the projection by rows: with 4 rows on 2 ranks, row 0 of rank 1 is row 2 of the whole.
     rows = shard.first + local_rows  # indices in the whole projection
     shard.tensor.zero_()
     shard.tensor[local_rows, rows] = 1.0

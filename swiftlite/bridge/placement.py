@@ -56,8 +56,7 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
             tp_rank, tp_size, is_first_replica = _sharing(local_name, model)
             # megatron-core sets these attributes only on parameters that it shards (layers.py:101).
             is_sharded = getattr(tensor, "tensor_model_parallel", False) and tp_size > 1
-            # Parameters that are not split, such as norms, are equal on all tensor-parallel ranks: the first one writes
-            # them.
+            # Unsplit parameters, such as norms, are equal on all tensor-parallel ranks: the first one writes.
             # A later stage with MTP layers holds a copy of the embedding; only the first stage writes it.
             is_stage_copy = name.startswith("embedding.") and not model.pre_process
             writes = is_first_replica and (is_sharded or tp_rank == 0) and not is_stage_copy
@@ -97,6 +96,7 @@ def global_name(local_name: str, model: nn.Module) -> str:
     name = _WRAPPERS.sub("", local_name)
     if match := _EXPERTS.search(name):
         mixture = cast(MoELayer, model.get_submodule(name[: match.start()]))
+        # With 8 experts on 2 ranks, the first expert of the second rank is number 4.
         number = mixture.local_expert_indices[int(match.group(1))]
         name = f"{name[: match.start(1)]}{number}{name[match.end(1) :]}"
     if match := _NUMBERED_LAYER.match(name):
@@ -124,6 +124,7 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
     def may_be(name: str) -> bool:
         if _module_of(name) not in held_modules:
             layer = _NUMBERED_LAYER.match(name)
+            # Layer 7 of a model with 4 layers is on no rank, in any layout: a row for it is a mistake.
             is_in_model = layer is None or int(layer.group(2)) < num_layers[layer.group(1)]
             is_in_files = not holds_decoder_layers(model_chunks) and decoder_layer_of(name) is not None
             return (num_stages > 1 or is_in_files) and is_in_model
@@ -199,8 +200,7 @@ def gather_from_all_ranks(value: Any) -> list[Any]:
 
 def all_ranks_see(directory: Path) -> bool:
     """Return whether all ranks can read files that the first rank writes to the directory. Collective."""
-    # A new file, because each machine can have a directory of this name on its own disk, even with files of an earlier
-    # run.
+    # A new file: each machine can have a directory of this name on its own disk, also with old files.
     token: list[Any] = [f".seen-by-all-{uuid4().hex}"]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(token, src=0)

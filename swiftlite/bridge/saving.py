@@ -72,6 +72,7 @@ def save_hf(
     """
     if trunk is not None:
         part = "heads"
+    # Nothing else would notice: `others_hold` accepts layers that are read from files.
     if not placement.holds_decoder_layers(model_chunks) and not layers and part != "heads":
         raise ValueError("a model with a streamed trunk has no decoder layers to write")
     rows, bindings = bind_all(model_chunks, family, hf_config)

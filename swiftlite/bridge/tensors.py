@@ -88,6 +88,7 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
             hint = f"if {others[0]} has the whole model, rename it to {SINGLE_NAME}"
         raise UserError(f"{hf_dir}: no {SINGLE_NAME} and no {INDEX_NAME}", hint)
     if (hf_dir / HEADS_FILE).is_file():
+        # No index names it, so that engines do not load the tensors of heads with the trunk.
         promised[HEADS_FILE] = None
 
     entries: dict[str, Entry] = {}
@@ -96,6 +97,7 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
         try:
             found = _read_header(hf_dir, file)
         except UserError as error:
+            # Collected, because `doctor` and errors list the problems of all files at once.
             problems.append(error.problem)
             continue
         if keys is not None:
@@ -113,6 +115,7 @@ def as_read(hf_dir: Path, stored: Mapping[str, Entry], format: Format | None) ->
     """Return the tensors of files after decoding: single experts instead of stacks, and decoded tensors instead of
     codes and scales.
     """
+    # Files of a model that is not quantized have no qweight.
     if format is not None:
         unused = _added_biases(hf_dir, stored)
         stored = {key: entry for key, entry in stored.items() if key not in unused}
@@ -163,6 +166,7 @@ class Checkpoint:
         self.stored = {prefix + key: entry for key, entry in stored.items()}
         found = as_read(self.hf_dir, self.stored, format)
         self.entries, self.encoded = found.tensors, found.encoded
+        # Reported together with missing files: a damaged download often has several problems.
         problems += found.problems
         if problems:
             raise UserError(
@@ -355,8 +359,7 @@ class ShardedFiles:
         for file, header in self._headers.items():
             try:
                 with self._temporary(file).open("wb") as out:
-                    # The space of every file is reserved before the first slice is written, because ranks fill all
-                    # files at the same time.
+                    # For all files before the first slice, because ranks fill all files at the same time.
                     _reserve(out.fileno(), size_of[file])
                     out.write(header)
             except OSError as error:
@@ -405,6 +408,7 @@ class ShardedFiles:
 
     def _write_box(self, entry: Entry, box: Box, part: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self._temporary(entry.file))
+        # Stacks of transposed matrices are written from transposed views.
         memory = _bytes_of(part.cpu().contiguous())
         for offset, length in entry.contiguous_ranges(box):
             _write_fully(descriptor, memory[:length], offset)
@@ -498,8 +502,7 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
             if 8 + header_size + end > size:
                 raise UserError(f"{path}: cut short: {key} ends at byte {8 + header_size + end}, the file at {size}")
             entries[key] = entry
-        # An empty tensor has the offset of the next tensor. It comes first, so that each tensor starts where the last
-        # one ends.
+        # An empty tensor has the offset of the next one. It comes first, so that offsets stay contiguous.
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
         _check_contiguous(path, entries, 8 + header_size, size)
         return entries
@@ -530,8 +533,7 @@ def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entr
         header[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # As in the safetensors package: the numbers start at a multiple of 8 bytes, so that readers can map them as any
-    # dtype.
+    # As in the safetensors package: data start at a multiple of 8 bytes, the size of the widest dtype.
     encoded += b" " * (-len(encoded) % 8)
     start = 8 + len(encoded)
     entries = {
@@ -582,6 +584,7 @@ def _chunks(
         align: extends a box to whole blocks; `whole` must consist of whole blocks.
         axis: the axis along which the box is divided.
     """
+    # A tensor without axes, such as the scale of a whole matrix.
     if not whole:
         yield (), ()
         return
@@ -592,8 +595,7 @@ def _chunks(
     everything = slice(None)
     first = divided.start
     while first < divided.stop:
-        # With blocks of 128 rows and a step of 100, the chunks are rows 0 to 127, 128 to 255, ...: each starts after
-        # the blocks of the last one.
+        # Blocks of 128 rows and a step of 100 give rows 0 to 127, 128 to 255, ...: no block is divided.
         box = align((*before, range(first, min(first + step, divided.stop)), *after))
         end = box[axis].stop
         part = slice(first - divided.start, end - divided.start)
@@ -624,6 +626,7 @@ class _OpenFiles:
 
     def descriptor(self, path: Path) -> int:
         if path not in self._files:
+            # Without a buffer, which would copy slices of megabytes for nothing.
             self._files[path] = self._stack.enter_context(path.open(self._mode, buffering=0))
         return self._files[path].fileno()
 

@@ -59,8 +59,7 @@ class WeightsReport:
 
     def over_all_ranks(self) -> "WeightsReport":
         """Return the combined report of all ranks; collective."""
-        # Dictionaries instead of sets: tensor-parallel ranks report the same names, which stay in the order of the
-        # layers.
+        # Not sets: tensor-parallel ranks report the same names, which stay in the order of the layers.
         loaded: dict[str, None] = {}
         initialized: dict[str, str] = {}
         for report in placement.gather_from_all_ranks(self):
@@ -156,7 +155,7 @@ def _report(
     borrowed = {row.mcore: row for row in sources.borrowed}
     bound = [binding.shard.name for binding in bindings]
     loaded = tuple(name for name in bound if name not in borrowed)
-    # Frozen tensors of heads are copies for every value of mtp_init (`_sources`).
+    # Frozen tensors of heads are copies also with --mtp_init random (`_sources`).
     initialized: dict[str, str] = {
         name: "copy_last_layer" if borrowed[name].is_frozen else mtp_init for name in bound if name in borrowed
     }
@@ -197,6 +196,7 @@ def graft_heads(
     depth = placement.mtp_num_layers(model_chunks)
     with Checkpoint(graft_from, format_of(base_config)) as base:
         _check_mtp_depth(depth, base, family, base_config)
+        # From the base's own config, because names depend on it: heads of GLM-4.5 are numbered after its last layer.
         rows = _head_rows(family, base_config, depth)
         _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)
         _check_numbers(rows, base)
@@ -266,6 +266,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
         _check_mtp_depth(depth, checkpoint, family, hf_config)
         return _Sources(family.rows(hf_config, depth), dropped=derived)
     trunk = family.rows(hf_config, 0)
+    # Also with another mtp_init: the checkpoint's heads are replaced by new ones.
     dropped = derived + mtp_keys(checkpoint.entries, family, hf_config)
     new = [row for row in trunk if row.can_be_new and checkpoint.entries.keys().isdisjoint(row.hf)]
     if new:  # a model with such parameters has no heads
@@ -318,8 +319,7 @@ def read_bindings(bindings: Sequence[Binding], checkpoint: Checkpoint, family: R
     """Read every slice of this rank in the order of the files, so that disks can read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
-        # The tensors of a row, such as those of queries, keys and values, are neighbors in most files: the first one
-        # decides.
+        # The first tensor decides, because those of a row (such as q, k and v) are neighbors in most files.
         entry = checkpoint.entries[next(iter(binding.row.hf))]
         return entry.file, entry.offset
 

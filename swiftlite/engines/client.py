@@ -108,6 +108,7 @@ async def stream(session: aiohttp.ClientSession, path: str, request: dict[str, A
     # Parsing between two chunks would delay the times of later ones.
     for seconds, line in lines:
         text = line.removeprefix(b"data: ")
+        # Other lines are empty: they separate events.
         if text != line and text.strip() != b"[DONE]":
             events.append((seconds, json.loads(text)))
     for _, event in events:

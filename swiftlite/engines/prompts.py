@@ -48,8 +48,7 @@ class ImagePrompt(Sequence[int]):
     def grids(self) -> list[list[int]]:
         """Number of rows and columns of items of each image."""
         places_I4 = np.stack(list(self.extras[GRID]))
-        # An item has its row, its column and the size of its grid; the first item of each image is in row 0 and column
-        # 0.
+        # An item has its row, its column and the size of the grid; the first one of an image is in row 0, column 0.
         is_first_I = (places_I4[:, :2] == 0).all(axis=1)
         return places_I4[is_first_I, 2:].tolist()
 
@@ -67,6 +66,7 @@ class ImagePrompt(Sequence[int]):
         """Return a sample of the prompt and an answer, whose labels are the answer."""
         items = PromptItems(item=self.extras[ITEM].tolist(), axes=self.extras[AXES].tolist())
         positions = range(len(self) + len(answer))
+        # The answer continues the positions of the prompt as in decoding, which computed its log-probabilities.
         item = np.array([items.item_of(position) for position in positions])
         axes = np.array([items.axes_of(position) for position in positions])
         weights = [0.0] * len(self) + [1.0] * len(answer)
@@ -102,6 +102,7 @@ class ChatPrompt(ImagePrompt):
         Raises:
             UserError: an image has changed since the row was read.
         """
+        # Images of a prompt have the order of their parts in the messages.
         images = iter(prompt.images)
         messages = []
         for message in chat.messages:

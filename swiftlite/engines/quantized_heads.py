@@ -32,6 +32,7 @@ def quantized_modules(stored: Mapping[str, Entry]) -> dict[str, bool]:
         if name in _CODES:
             modules[module] = True
         elif name == "weight":
+            # int8 codes, or float8 ones, which torch counts as floating-point numbers.
             modules[module] = not entry.dtype.is_floating_point or entry.dtype.itemsize == 1
     return modules
 

@@ -69,6 +69,7 @@ def require_heads(model: HfModel, kinds: Collection[str] = (MTP,)) -> None:
     for head in range(model.heads.layers):
         for row in model.family.head_rows(model.config, head):
             wanted.update(row.hf)
+        # Files may have copies of the trunk's tensors in heads, which engines do not need.
         copies.update(model.family.copies(model.config, head))
     found_in_heads = {key: found[key] for key in mtp_keys(found, model.family, model.config)}
     problems = compare_shapes(wanted, found_in_heads, copies)

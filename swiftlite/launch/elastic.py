@@ -89,7 +89,9 @@ def _run_job(options: Namespace, nodes: Nodes | None, max_restarts: int) -> int:
     port = options.master_port
     before: Ending | None = None
     for restarts in itertools.count():
+        # Ranks write this number into the progress file, which tells steps of this attempt from earlier ones.
         os.environ[RESTARTS] = str(restarts)
+        # A new port for each attempt, because a store at the old one can still have keys of the last ranks.
         options.master_port = port if restarts == 0 else 0
         if nodes and restarts:
             nodes.begin(restarts)

@@ -237,6 +237,7 @@ class Nodes:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         host, port = self.address
+        # A local name, because `begin` makes a new event for the next attempt.
         over = self.over
         try:
             if self.store is None:
@@ -268,6 +269,7 @@ class Nodes:
         seconds = GRACE_SECONDS
         if self.heard.is_restarted:
             seconds = RESTART_GRACE_SECONDS
+        # torchrun's agent then finds failed ranks, and `_report` in elastic.py prints what was heard.
         if not over.wait(seconds):
             kill_children()
 

@@ -123,6 +123,7 @@ def read_environment(env: Mapping[str, str]) -> Processes:
     if several and not env.get("NODE_RANK"):
         hint = f"export NODE_RANK=0 to {nnodes - 1}, a different one on every node"
         if smallest is not None:
+            # With a range, numbers can be larger than the number of nodes that run: further nodes are spares.
             hint = "export NODE_RANK=0 on the node of MASTER_ADDR, and a different larger number on every other node"
         problems.append((f"NNODES={given} requires NODE_RANK", hint))
     if node_rank is not None and node_rank >= nnodes and smallest is None:  # with MIN:MAX, it is a spare
@@ -194,6 +195,7 @@ def start(processes: Processes, argv: list[str], restarts: Restarts | None = Non
     Raises:
         UserError: MASTER_PORT is in use on node 0.
     """
+    # Only node 0 listens there. torchrun would report a taken port after it has imported torch, with a traceback.
     if processes.node_rank == 0 and (processes.has_several_nodes or processes.master_port is not None):
         _refuse_taken_port(processes.master_port or DEFAULT_MASTER_PORT)
     env = dict(os.environ)

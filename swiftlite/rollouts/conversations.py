@@ -114,6 +114,7 @@ class EpisodeProcess(UserProcess):
             _Ended: the child has ended, or did not send a message in time.
         """
         try:
+            # A child with a blocked loop ends itself after BLOCKED times the limit, unless it is stuck completely.
             return self._open().receive(BLOCKED * self.seconds + ASYNC_PATIENCE + PATIENCE)
         except (OSError, ValueError) as error:
             raise self._end_after(error) from None
@@ -158,6 +159,7 @@ class Episode:
         Args:
             depth: `Generation.draft_depths` of tokens whose depth the engine does not report.
         """
+        # The engine got the largest limit of all episodes of the batch.
         ids = completion.token_ids[: self.limit]
         log_p, depths = completion.log_p, completion.draft_depths
         self.ids += ids
@@ -241,6 +243,8 @@ class Conversations:
         generating.answer(unanswered)
         figures |= self._figures(episodes, counts)
         self._check_failures(episodes)
+        # A conversation that failed stays in the generation, so that groups have equal sizes, but nothing of it is
+        # trained on.
         masks = [[bool(each) and not episode.failure for each in episode.is_generated] for episode in episodes]
         completions = [episode.completion() for episode in episodes]
         return Drawn(completions, generating.counts, generating.seconds, masks, figures)
@@ -299,6 +303,7 @@ class Conversations:
         sampling, max_tokens = generating.sampling, request["max_tokens"]
         try:
             new = episode.new_messages(request["messages"])
+            # The first call has only the prompt's messages; a later one adds a message that the answer replies to.
             if bool(new) != bool(episode.ids):
                 expected = "messages after the last answer" if episode.ids else "the messages of the prompt"
                 raise RowError("messages", f"of a call of generate must be {expected}")
@@ -340,6 +345,7 @@ class Conversations:
         failures = [episode.failure for episode in episodes if episode.failure]
         for reason, number in Counter(failure.reason for failure in failures).most_common():
             logger.warning("%s: %d of %d conversations failed: %s", self.process.given, number, len(episodes), reason)
+        # Single failures come from the model's answers, and all at once most likely from the user's code.
         self._num_failed = self._num_failed + 1 if len(failures) == len(episodes) else 0
         if self._num_failed == FAILURES_TO_END:
             last = failures[-1]

@@ -164,8 +164,7 @@ class Distillation:
 
     def _policy(self, step: int) -> dict[str, str]:
         """Return the identity of the policy that generates the completions of a step."""
-        # Steps on answers have no file. The weights follow from them by the rows and the options, which the identity
-        # contains.
+        # Steps on answers have no file: their effect on the weights follows from the rows and the options.
         before = next((each for each in reversed(range(step)) if is_on_policy(self.args, each)), -1)
         return self.files.policy_after(self.files.load_if_whole(before))
 
@@ -182,6 +181,7 @@ class Distillation:
 
     def _open(self, step: int, prompts: Sequence[Sample]) -> Generation:
         """Return the completions of a step; the weights are those before it. Collective."""
+        # Read on one rank and sent, because machines of other ranks may not have the directory.
         if stored := on_first_rank(lambda: self._read(step, prompts)):
             return stored
 
@@ -235,6 +235,7 @@ def open_distillation(run: Run) -> TrainBatches:
     assert isinstance(args, GkdArgs)
     files = GenerationFiles(run, args, ("temperature", "max_completion_length"))
     with ExitStack() as stack:
+        # A list instead of a result, because results of `on_first_rank` are sent to all ranks.
         engines: list[Engine] = []
 
         def start() -> None:

@@ -97,8 +97,7 @@ class Drawing:
             logger.warning("step %d: %s; its completions are not scored by this function", step, failure)
         scores = np.array(scored.rewards, np.float32).T  # None becomes NaN
         generation = replace(generation, figures={**generation.figures, **scored.metrics})
-        # Of conversations that failed: their scores would change the mean of their group, although they are not trained
-        # on.
+        # Of conversations that failed: they are not trained on, but their scores would change their group's mean.
         scores[generation.generated_lengths == 0] = np.nan
         return self.rated(replace(generation, scores=scores), len(scored.failures))
 
@@ -109,10 +108,12 @@ class Drawing:
             num_failures: number of failed calls of reward functions.
         """
         found = compute_advantages(generation.scores, self.advantages)
+        # Rewards are finite, but their sum with large weights can overflow.
         if not np.isfinite(found.advantages).all():
             weights = " ".join(map(str, self.advantages.weights))
             raise UserError(f"--reward_weights {weights}: advantages are not finite", "use smaller weights")
         figures = reward_figures(found, self.rewards.names, num_failures)
+        # `needs_scores` compares these with the settings of a resumed run.
         settings = {**generation.settings, "has_failures": bool(num_failures), SCORING: self.settings}
         return replace(
             generation,
@@ -153,6 +154,7 @@ def generation_of(engine: Engine, prompts: Sequence[Sample], drawn: Drawn, setti
     completions = drawn.completions
     lengths = np.array([len(each.token_ids) for each in completions], np.int32)
     is_truncated = np.array([each.finish_reason == "length" for each in completions])
+    # NaN is a value that a token does not have; the loss then takes the weight 1.
     unknown = np.full(lengths.sum(), np.nan, np.float32)
     is_generated = np.concatenate(drawn.is_generated) if drawn.is_generated else np.ones(len(unknown), bool)
     generation = Generation(
@@ -227,6 +229,7 @@ def completion_figures(lengths: np.ndarray, is_truncated: np.ndarray, counts: Dr
         lengths: numbers of generated tokens.
     """
     figures = {"completions/clipped_ratio": float(np.mean(is_truncated))}
+    # As in TRL: 0 if all are truncated, because a mean over nothing is not a number.
     terminated = lengths[~is_truncated] if not is_truncated.all() else np.zeros(1)
     for suffix, of in (("length", lengths), ("terminated_length", terminated)):
         figures[f"completions/mean_{suffix}"] = float(np.mean(of))
@@ -258,6 +261,7 @@ def _engine_log_p(completions: Sequence[Completion]) -> np.ndarray:
         log_p = np.full(len(completion.token_ids), np.nan, np.float32)
         if completion.log_p is not None:
             log_p = np.array(completion.log_p, np.float32)
+            # As a number, it would make the importance weight of the token infinite.
             log_p[log_p < LEAST] = np.nan
         parts.append(log_p)
     return np.concatenate(parts)

@@ -59,6 +59,7 @@ def start_rollout_engine(run: Run, args: CompletionArgs) -> Engine:
         draft_schedule=schedule,
         engine_kwargs=engine_kwargs(args, run.mesh.device.is_cuda),
     )
+    # An engine that draws ahead works while the trainer does, so it cannot sleep.
     if run.mesh.device.is_cuda and ENGINES[args.infer_backend].shares_gpu(args.vllm_engine_kwargs):
         config = replace(config, sleeps=not vars(args).get("async_rollouts"), weight_transport="ipc")
     if args.weight_transport:
@@ -117,6 +118,7 @@ def send_weights(weights: LiveWeights, engine: Engine | None, stop: EarlyStop, *
         Stopped: the run received a signal, which also ended the processes of the engine; raised on every rank.
     """
     receiver: Any = engine
+    # The first rank must not leave this collective with an error of its own while the others wait in it.
     failure = None
     try:
         weights.send(receiver, draft=draft)

@@ -64,7 +64,9 @@ class _Episodes(Server):
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _serve(self) -> None:
+        # asyncio's limit of 64 KiB per line is too small for the conversations of a generation.
         reader, self._writer = await asyncio.open_connection(sock=self.channel, limit=MAX_REQUEST)
+        # The import of a user's file can hang.
         self.limit_time(LOAD_SECONDS)
         try:
             self.send(self._load(json.loads(await reader.readline())))
@@ -99,6 +101,7 @@ class _Episodes(Server):
         self.seconds = request["timeout"]
         paths = [Path(path) for path in request["paths"]]
         modules = [
+            # The bytes of the file, sent as JSON: latin-1 has one character for each byte.
             import_plugin(path, source.encode("latin-1"))
             for path, source in zip(paths, request["sources"], strict=True)
         ]
@@ -124,6 +127,7 @@ class _Episodes(Server):
     async def _report(self) -> None:
         """Say regularly that the event loop is not blocked."""
         while True:
+            # Set again in each round; a blocked loop does not get here, and the process ends with a traceback.
             self.limit_time(BLOCKED * self.seconds)
             if any(episode.computes for episode in self.episodes):
                 self.send({})
@@ -182,6 +186,7 @@ class _Episode:
                     arguments = server.rollout.arguments({**self._row, "generate": self._generate})
                     done = await server.rollout.function(**arguments)
             result = {"done": done}
+            # Here, where an error counts as one of the episode; in `send` it would end the process.
             json.dumps(result)
         except BaseException as error:  # also sys.exit()
             result = failure_of(error)

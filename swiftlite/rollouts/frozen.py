@@ -59,6 +59,7 @@ class FrozenPolicy:
         for chunk, theirs in zip(self.chunks, policy, strict=True):
             current = dict(theirs.named_parameters())
             for name, parameter in chunk.named_parameters():
+                # By name, because the policy also has heads, which the reference model lacks.
                 parameter.mul_(1 - alpha).add_(current[name], alpha=alpha)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
@@ -82,14 +83,14 @@ def open_frozen_policies(run: Run, args: GrpoArgs) -> dict[str, FrozenPolicy]:
     """
     policies = {}
     if args.beta and is_base_of_adapters(args, run.plan.lora):
+        # Without a second model in memory: the trunk is frozen under its adapters.
         policies["reference"] = base_of_adapters(run)
     elif args.beta:
         model, flag = run.ref_model or run.hf_model, "--ref_model" if run.ref_model else "--model"
         chunks, mesh = open_frozen(run, model, reference_layout(args), flag)
         reference = FrozenPolicy(args.ref_model or args.model, chunks, mesh, batches_of(run, mesh))
         if args.sync_ref_model:
-            # Before the checkpoint is read: parameters are mixed by name, and a missing one would fail in the middle of
-            # training.
+            # Parameters are mixed by name: a missing one would fail only in the middle of training.
             _check_same_parameters(run, reference.chunks, model, flag)
             if run.checkpoint:
                 load_checkpoint(run.checkpoint, reference.mesh, reference.chunks, is_verified=True, prefix=REFERENCE)

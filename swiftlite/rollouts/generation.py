@@ -154,6 +154,8 @@ class Generation:
         trained = []
         for sample, is_truncated in zip(samples, self.is_truncated, strict=True):
             if is_truncated:
+                # The sample stays, because means over completions count truncated ones, as TRL's
+                # mask_truncated_completions does.
                 nothing = np.full_like(sample.labels, IGNORED)
                 sample = replace(sample, labels=nothing, loss_scale=np.zeros_like(sample.loss_scale))
             trained.append(sample)
@@ -161,7 +163,9 @@ class Generation:
 
     def _sample(self, number: int, prompt_ids: np.ndarray, completion: slice) -> Sample:
         ids = np.concatenate([prompt_ids, self.completion_ids[completion]])
+        # Tokens of tools are context, but no targets, neither of the policy nor of the heads.
         is_label = np.concatenate([np.zeros(len(prompt_ids), bool), self.is_generated[completion]])
+        # One advantage for all generated tokens of a completion: the reward is that of the whole completion.
         extras = {ADVANTAGE.name: np.where(is_label, self.advantages[number], np.float32(0))}
         for name, extra in _PER_TOKEN.items():
             values = np.full(len(ids), extra.default, np.float32)
@@ -180,9 +184,11 @@ class Generation:
         arrays = {}
         for name, dtype in _ARRAYS.items():
             array = np.ascontiguousarray(getattr(self, name), dtype)
+            # Most runs have no teacher, reference or tools: four bytes less per token for each array of NaN.
             if name not in _USUAL or not np.array_equal(array, np.full_like(array, _USUAL[name]), equal_nan=True):
                 arrays[name] = array
         header = {
+            # The lowest version that can read the file, so that earlier releases read completions without tools.
             "version": VERSION if "is_generated" in arrays else 1,
             "figures": dict(self.figures),
             "settings": dict(self.settings),
@@ -211,6 +217,7 @@ class Generation:
                 arrays[name] = np.full(len(arrays["completion_ids"]), _USUAL[name], _ARRAYS[name])
             images = _checked_files(header.get("images", ()))  # absent in files of earlier releases
             generation = cls(**arrays, figures=header["figures"], settings=header["settings"], images=images)
+            # Files can come from another run. A wrong length would otherwise only show as tokens of other completions.
             problem = generation._problem()
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"

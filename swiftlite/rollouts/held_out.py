@@ -38,6 +38,7 @@ class HeldOutPrompts:
         Raises:
             UserError: the engine fails, or a reward function failed three times in a row.
         """
+        # Not Python's hash, which differs between processes: a resumed run draws the same completions.
         seed = zlib.crc32(f"{self.seed}/evaluation/{step}".encode())
         single = AdvantageSettings(1, weights=drawing.advantages.weights)  # rewards are not compared
         drawing = replace(drawing, sampling=replace(drawing.sampling, seed=seed), advantages=single)

@@ -30,6 +30,7 @@ class Prompts:
 
     def further_rows(self, number: int) -> np.ndarray:
         """Return all other rows of the dataset, in an order that depends only on the seed and the generation."""
+        # Not the sampler's order: the prompts of later generations stay the same, however many are drawn here.
         order = np.random.RandomState([self.sampler.seed, number, 1]).permutation(len(self.samples))
         return order[~np.isin(order, self.rows(number))]
 

@@ -108,6 +108,7 @@ def replaced(number: int, flat: np.ndarray, number_of_further: int, flat_of_furt
         number_of_further: number of groups that can replace them.
         flat_of_further: those of the further groups without a difference, counted from 0.
     """
+    # Further groups that are flat as well would replace nothing.
     useful = np.setdiff1d(np.arange(number_of_further), flat_of_further)
     groups = np.arange(number)
     groups[flat[: len(useful)]] = number + useful

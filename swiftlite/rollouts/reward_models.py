@@ -95,6 +95,7 @@ def open_reward_models(run: Run, args: GrpoArgs) -> list[RewardModel]:
         tokenizer = load_tokenizer(directory, trust_remote_code=args.trust_remote_code)
         chunks, mesh = open_frozen(run, model, layout, f"--reward_model {directory}")
         pad: Any = tokenizer.pad_token_id
+        # The pad token is that of the reward model's own tokenizer, with which its rows are tokenized.
         batches = replace(batches_of(run, mesh), pad_token_id=pad, extras=(LAST,))
         models.append(RewardModel(directory, tokenizer, chunks, mesh, batches))
     return models
@@ -111,6 +112,7 @@ def all_scores(models: Sequence[RewardModel], rows: Sequence[Sequence[Sequence[i
 
 def reward_process(args: GrpoArgs) -> RewardProcess:
     """Return the process of the reward functions, which is not started. It has no reward models with a layout."""
+    # Models with a layout are on the ranks of the run, and not in the process of the functions.
     if reward_models_on_ranks(args):
         args = replace(args, reward_model=[])
     return RewardProcess(reward_names_of(args), args.external_plugins, reward_settings_of(args))
@@ -163,5 +165,6 @@ class RewardsWithModels:
         with handled_later():
             ask_other_ranks(rows)
             found = all_scores(self.models, rows)
+        # In the order of --reward_weights: functions, models, servers.
         rewards = [*scored.rewards[: self.num_functions], *found, *scored.rewards[self.num_functions :]]
         return replace(scored, rewards=rewards)

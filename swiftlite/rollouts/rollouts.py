@@ -106,6 +106,7 @@ class Rollouts:
         """
         args = self.args
         number, within = divmod(step, self.files.steps)
+        # Once per generation; a resumed run can begin in the middle of one.
         if number != self._number:
             self._generation = self._open(number, step)
             self._samples = self._samples_of(number, self._generation)
@@ -176,6 +177,7 @@ class Rollouts:
         if teacher := self.frozen.get("teacher"):
             log_p = generation.per_token(teacher.log_probabilities(generation.samples(held_out.samples)))
             differences = generation.engine_log_p - log_p
+            # NaN at tokens that the model did not generate, and where the engine reports no probability.
             figures["teacher_kl"] = float(np.mean(differences[~np.isnan(differences)]))
         return {f"eval_{name}": value for name, value in figures.items()}
 
@@ -246,8 +248,7 @@ class Rollouts:
     def _begin_ahead(self, number: int, stop: EarlyStop) -> None:
         """Send the weights, and begin to draw a generation, unless it is stored. Collective."""
         step = number * self.files.steps
-        # The first rank decides for all, because sending weights is collective, and file systems can show a new file at
-        # different times.
+        # One rank decides for all: sending is collective, and file systems can show a new file at different times.
         if step >= self.run.schedule.steps or on_first_rank(lambda: self.files.file(number).exists()):
             return
         self._send_weights(stop)

@@ -151,6 +151,7 @@ class RolloutServers:
         # Sends weights to all servers at the same time. torch's current GPU is a setting of each thread.
         self._threads = ThreadPoolExecutor(len(urls), initializer=_use_gpu, initargs=(own_gpu(),))
         self._refresh()
+        # At the start, a server with other options is an error of the user. Later, such a server is only left out.
         for server in self._servers:
             if server.problem is not None and not isinstance(server.problem, LostServer):
                 raise UserError(f"--rollout_server {server.url}: {server.problem.problem}", server.problem.hint)
@@ -182,6 +183,7 @@ class RolloutServers:
                 loads = []
                 for server in self._servers:
                     if server.served is not None:
+                        # A session belongs to the event loop of this call.
                         session = await stack.enter_async_context(server.served.new_session())
                         loads.append(_Load(server, server.served, session))
                 return await _Dispatch(prompts, sampling, on_answer, loads, self._max_in_flight, lose).run()
@@ -199,6 +201,7 @@ class RolloutServers:
         """
         self._num_repeated = 0
         self._refresh()
+        # After `_refresh`: a restarted server takes part in the update, and then gets prompts again.
         parts = (target, draft)
         feeds = [_Feed(server) for server in self._servers if server.served is not None]
         sent = [self._threads.submit(feed.send, *(part is not None for part in parts)) for feed in feeds]
@@ -211,6 +214,7 @@ class RolloutServers:
                 if part is not None:
                     for feed in feeds:
                         feed.give(None)
+        # The threads wait for the next bucket, and their servers are paused in the middle of an update.
         except BaseException as error:
             for feed in feeds:
                 feed.give(error)
@@ -391,8 +395,7 @@ class _Dispatch:
             UserError: a server rejects a request.
         """
         checks = [load.served.check(load.session) for load in self.loads]
-        # A server that was restarted since it got the weights has those of its files. Later restarts are found by
-        # `watch`.
+        # A server restarted since it got weights has those of its files. `watch` finds later restarts.
         for load, error in zip(list(self.loads), await asyncio.gather(*checks, return_exceptions=True), strict=True):
             if isinstance(error, BaseException):
                 self._remove(load, error)
@@ -412,6 +415,7 @@ class _Dispatch:
     def _give(self) -> None:
         """Give waiting prompts to the servers with the fewest unfinished prompts."""
         while self._waiting and self.loads:
+            # Completions differ in length and servers in speed, so prompts are not divided in advance.
             load = min(self.loads, key=lambda load: len(load.places))
             if len(load.places) >= self.max_in_flight:
                 return
@@ -437,6 +441,7 @@ class _Dispatch:
                     self.on_answer(place, task.result())
         for task in done:
             error = task.exception()
+            # Several tasks of a server can fail at the same time; it is removed once.
             if error is not None and tasks[task] in self.loads:
                 self._remove(tasks[task], error)
 
@@ -466,6 +471,7 @@ class _Feed:
     def give(self, item: Bucket | BaseException | None) -> None:
         """Pass a bucket, an error, or None at the end of a part, as soon as the thread asks for it. If the thread has
         ended, do nothing."""
+        # Waits until the server has received the last bucket, so that one bucket is in memory and not a whole model.
         self._is_sending = self._is_sending and self._asks.get()
         if self._is_sending:
             self._given.put(item)
@@ -482,6 +488,7 @@ class _Feed:
             draft = self._buckets() if has_draft else None
             self.server.served.update_weights(target, draft)
         finally:
+            # Also if the server fails: the main thread would otherwise wait for this thread forever.
             self._asks.put(False)
 
     def _buckets(self) -> Iterator[Bucket]:

@@ -95,6 +95,7 @@ class GenerationFiles:
             UserError: the file is damaged.
         """
         path = self.file(number)
+        # A missing generation of another run is an error, which `load` raises.
         if not self.reads_only and not path.exists():
             return None
         generation = Generation.load(path, self._hint)
@@ -134,6 +135,7 @@ class GenerationFiles:
         num_unneeded = sum(number < done // self.steps for number in numbers) - 1 - self.lag
         for number in numbers[: max(min(num_unneeded, len(numbers) - limit), 0)]:
             path = self.file(number)
+            # The file that marks a generation as complete is deleted last.
             path.with_suffix(".jsonl").unlink(missing_ok=True)
             path.unlink()
 
@@ -161,6 +163,7 @@ class GenerationFiles:
         expected = np.concatenate([prompt.input_ids for prompt in prompts])
         if not np.array_equal(generation.prompt_ids, expected):
             raise UserError(f"{path} has completions of other prompts", "use the --dataset and --seed of its run")
+        # Digests instead of paths, so that a moved dataset is accepted and a changed image is not.
         stored = generation.images or [()] * len(generation)
         for found, prompt in zip(stored, prompts, strict=True):
             images = images_of(prompt)
@@ -262,8 +265,7 @@ def on_first_rank(function: Callable[[], Any], answer: Callable[[Any], Any] | No
         except Exception as error:  # the other ranks must not wait for this one
             failure = error
             told = UserError(f"{type(error).__name__} on the first rank: {error}")
-    # The other ranks arrive here at once. Requests that `function` broadcasts on the first rank are answered in the
-    # loop.
+    # The other ranks wait here, and answer in the loop what `function` asks them on the first rank.
     outcome = [None, result, told]
     dist.broadcast_object_list(outcome)
     while outcome[0] is not None:

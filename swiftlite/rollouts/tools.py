@@ -88,6 +88,7 @@ class Tools:
             is_late = is_late or "late" in outcome
             self.num_calls += 1
             self.num_failures += "error" in outcome
+            # The model reads the error and can correct its call, as in TRL.
             content = outcome.get("result", str({"error": outcome.get("error")}))
             messages.append({"role": "tool", "name": clip(name, 100), "content": content})
         return messages
@@ -118,6 +119,7 @@ async def call_in_time(function: Callable[..., Any], arguments: Mapping[str, Any
     theirs.close()
     with suppress(OSError):  # the process does the same, and one of the two is first
         os.setpgid(pid, pid)
+    # A character takes up to 12 bytes in JSON.
     reader, writer = await asyncio.open_connection(sock=ours, limit=20 * MAX_OUTPUT)
     try:
         async with asyncio.timeout(seconds):
@@ -141,6 +143,7 @@ def _execute(
     """Send the result of a function. This is the work of the forked process."""
     try:
         os.setpgid(0, 0)
+        # With the id from before the fork, because the parent can have ended in between.
         exit_with_parent(parent)
         limit_memory()
         try:
@@ -152,6 +155,7 @@ def _execute(
             answer = {"error": _cut(str(error)) or type(error).__name__}
         channel.sendall(json.dumps(answer).encode() + b"\n")
     finally:
+        # Without Python's exit handlers and buffers, which are copies of the parent's.
         os._exit(0)
 
 

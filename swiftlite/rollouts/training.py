@@ -86,14 +86,17 @@ def load_scored_prompts(args: GrpoArgs, encoder: Encoder, vocab_size: int) -> Da
     Raises:
         UserError: the prompts or the reward functions cannot be used.
     """
+    # First, because loading data can take minutes, and a wrong address would be reported only after that.
     check_servers(args)
     with ExitStack() as stack:
         rewards = reward_process(args)
         if not args.rollouts_from:
             on_first_rank(lambda: _enter(stack, rewards))
         episodes = episode_process(args)
+        # Stored completions need the tools as well, because their schemas are a part of the prompts.
         if episodes is not None and (args.tools or not args.rollouts_from):
             on_first_rank(lambda: _enter(stack, episodes))
+            # Only the first rank imports the user's file; all ranks tokenize the schemas.
             encoder = with_tools(encoder, on_first_rank(lambda: episodes.schemas))
         data = load_data(args, encoder, vocab_size, _offered(args))
 
@@ -117,6 +120,7 @@ def with_tools(encoder: Encoder, schemas: list[dict[str, Any]]) -> Encoder:
         UserError: the template does not support tools or several answers.
     """
     given: Any = encoder
+    # Only for its checks: a template without tools should end the run before the model is read.
     Turns(given.template, schemas, ())
     parse = given.parse
     if isinstance(parse, WithColumns):
@@ -150,7 +154,9 @@ def open_rollouts(run: Run) -> TrainBatches:
     with ExitStack() as stack:
         opened = _Opened(run, args, stack)
         if files.reads_only:
+            # Rounded up: the last generation can be used for fewer steps.
             on_first_rank(lambda: check_stored(files, -(-run.schedule.steps // files.steps)))
+        # On the first rank alone, which is the only one that draws; the others get completions as arrays.
         on_first_rank(lambda: opened.open())
         models = open_reward_models(run, args)
         if models and opened.drawing is not None:
@@ -163,6 +169,7 @@ def open_rollouts(run: Run) -> TrainBatches:
             reward_models=models,
             held_out=held_out_prompts(run, args),
             files=files,
+            # From here on the run closes them; an error in the lines above closes them at once.
             resources=stack.pop_all(),
         )
     evaluate = rollouts.evaluate if rollouts.held_out else None
@@ -212,6 +219,7 @@ class _Opened:
         if args.rollouts_from:
             return
         check_writable("--output_dir", self.run.output_dir / FOLDER)
+        # Before the engine, so that an error in the user's file is shown in seconds.
         rewards = self.stack.enter_context(reward_process(args))
         episodes = episode_process(args)
         if episodes is not None:

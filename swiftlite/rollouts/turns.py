@@ -59,6 +59,7 @@ class Turns:
             RowError: the template does not support these messages.
         """
         for role in {message["role"] for message in messages} - self._known_roles:
+            # Some templates skip roles that they do not know, without an error.
             if "swiftlite" not in self._text_between([{"role": role, "content": "swiftlite"}]):
                 raise RowError("messages", f"the chat template drops messages of the role {clip(role, 40)}")
             self._known_roles.add(role)
@@ -68,6 +69,7 @@ class Turns:
             raise RowError("messages", "the end of the assistant's turn cannot be located in the rendered text")
         _, _, vocab_size, _ = self.template.settings
         check_ids(ids, self.template.tokenizer, vocab_size, "messages")
+        # If the engine stopped at the end token, the answer has it already; an answer that was cut off needs it.
         return ids[ids.index(end) + (last == end) :]
 
     def _text_between(self, messages: Sequence[Message]) -> str:
@@ -90,6 +92,7 @@ class Turns:
         """Return an answer as a message, with `tool_calls` if it has any. A call that is not valid has an "error"."""
         if self._has_parser and (parsed := self._parsed(ids, prompt)):
             return parsed
+        # The end of the turn belongs to the template, not to the text.
         text_ids = list(ids[:-1] if ids[-1] in self._stops else ids)
         text = self.template.decode(text_ids)
         calls = [_read_call(found) for found in HERMES.findall(text)]

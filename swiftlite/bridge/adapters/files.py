@@ -111,6 +111,7 @@ def write_adapter(
         "lora_dropout": lora.dropout,
         "use_rslora": lora.is_rank_stabilized,
         "use_dora": lora.has_magnitudes,
+        # Last components, because PEFT adapts every module whose name ends with one of them.
         "target_modules": sorted({leaf_of(module) for module in modules}),
         # Full names, because PEFT matches name suffixes, and many names end in "norm".
         "modules_to_save": sorted({key.rpartition(".")[0] for key in saved}) or None,
@@ -118,6 +119,7 @@ def write_adapter(
         "inference_mode": True,
     }
     atomic_write(directory / ADAPTER_CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    # safetensors refuses tensors with gaps between their rows.
     content = {_PREFIX + key: tensor.contiguous() for key, tensor in (*tensors.items(), *saved.items())}
     atomic_write(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
 
@@ -242,6 +244,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
             digest = (file.metadata() or {}).get(_DIGEST, "")
             tensors = {key.removeprefix(_PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         heads, promise, heads_digest = _read_heads(directory / HEADS_FILE)
+        # The two files of different exports can be in one directory after copying.
         if digest and heads_digest and digest != heads_digest:
             raise ValueError(f"{HEADS_FILE} and {TENSORS_FILE} belong to different base models")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
@@ -255,6 +258,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
             f"--adapters {directory}: {', '.join(unknown)} is not supported", "merge them with PEFT: merge_and_unload()"
         )
     lora = Lora(rank, alpha, is_rank_stabilized=bool(config.get("use_rslora")))
+    # What remains in `tensors` after the pairs are taken out are modules that were trained in full (modules_to_save).
     modules = [key.removesuffix(_A) for key in tensors if key.endswith(_A)]
     if lost := [module for module in modules if module + _B not in tensors]:
         raise UserError(f"--adapters {directory}: {lost[0]} has no lora_B", "export the adapters again")

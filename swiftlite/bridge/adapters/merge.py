@@ -58,6 +58,7 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
                 yield key, adapter.apply(of, checkpoint.read(of))
             yield from adapter.heads.items()
 
+        # Experts as in the base model, so that the same engines read the result.
         files = ShardedFiles(out_dir, checkpoint.fold(types), _SHARD_BYTES)
         files.create()
         try:

@@ -84,6 +84,7 @@ class Layout:
     def unpack(self, part: torch.Tensor, box: Box) -> torch.Tensor:
         """Return the numbers of a box of the matrix from the part of the stored tensor that `box` returns for it."""
         rows, columns = box
+        # Before unpacking, because the axis of the packing is that of the matrix.
         if self.is_transposed:
             part = part.T
         if self.packing is None:
@@ -93,6 +94,7 @@ class Layout:
         if packing.axis == 0:
             # The shift of a negative word moves in copies of its sign, which the mask removes.
             numbers = (part.int()[:, None, :] >> packing.shifts()[:, None]) & mask
+            # [words, columns] has become [words, numbers per word, columns]: the first two axes are rows.
             return _within(numbers.flatten(0, 1), rows, packing.per_word, 0)
         numbers = (part.int()[:, :, None] >> packing.shifts()) & mask
         return _within(numbers.flatten(1, 2), columns, packing.per_word, 1)
@@ -161,6 +163,7 @@ class Blocks:
     @property
     def grid(self) -> tuple[int, int]:
         """The number of blocks along each axis."""
+        # Rounded up: the last block of an axis can be smaller.
         rows, columns = (-(-length // n) for length, n in zip(self.shape, self.block, strict=True))
         return rows, columns
 
@@ -181,6 +184,7 @@ class Blocks:
 
     def boxes(self, box: Box) -> tuple[Box, ...]:
         blocks = self._blocks(box)
+        # In the order of `shapes`, from which the names of stored tensors and the parts in `read` follow.
         boxes = [self.codes.box(box), self.scales.box(blocks)]
         if self.zero_points:
             boxes.append(self.zero_points.box(blocks))
@@ -195,8 +199,7 @@ class Blocks:
         left = dict(zip(self.shapes(), parts, strict=True))
         blocks = self._blocks(box)
         scales = self.scales.unpack(left[self.scales.ending], blocks)
-        # The dtype in which the library of the format computes, so that training starts from the numbers that engines
-        # use.
+        # The dtype in which the format's library computes: training starts from the numbers that engines use.
         dtype = self.dtype or scales.dtype
         scales = scales.to(dtype)
         if self.exponent_bias is not None:
@@ -207,8 +210,7 @@ class Blocks:
         rows = _block_of_each(box[0], self.block[0], blocks[0])
         columns = _block_of_each(box[1], self.block[1], blocks[1])
         if self.group_of_column:
-            # With act-order, the groups of neighboring columns are unrelated. They are absolute numbers, for which
-            # `_blocks` reads all groups.
+            # Neighboring columns have unrelated groups (act-order). Their numbers are absolute, so `_blocks` reads all.
             columns = left[self.group_of_column].long()
         codes = self.codes.unpack(left[self.codes.ending], box)
         if self.values:
@@ -219,12 +221,12 @@ class Blocks:
             numbers = numbers - zero_points.to(dtype)[rows][:, columns]
         elif self.zero_point:
             numbers = numbers - self.zero_point
+        # Each scale is repeated over the rows and the columns of its block.
         return numbers * scales[rows][:, columns]
 
     def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:
         rows, columns = self.block
-        # A rank can write only whole blocks in whole words. With blocks of 1 x 32 and words of 8 rows, these are 8 x 32
-        # numbers.
+        # A rank writes whole blocks in whole words: blocks of 1 x 32 in words of 8 rows make boxes of 8 x 32.
         packing = self.codes.packing
         if packing and packing.axis == 0:
             rows = lcm(rows, packing.per_word)

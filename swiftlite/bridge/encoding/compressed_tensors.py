@@ -69,8 +69,7 @@ class WeightArgs:
             size=size,
             block=(block[0], block[1]),
             symmetric=weights.get("symmetric", True),
-            # The other values ("weight", "static") order columns only during calibration, so their files have no
-            # weight_g_idx.
+            # "weight" and "static" order columns only during calibration, without weight_g_idx in the files.
             orders_columns=weights.get("actorder") in ("group", "dynamic", True),
         )
 
@@ -111,8 +110,7 @@ class CompressedTensors:
             return None
         fitting: dict[Blocks, None] = {}
         problems = []
-        # `targets` of the groups are names or classes of modules in transformers. The stored tensors show the group
-        # without them.
+        # `targets` name modules or classes of transformers; the stored tensors show the group without them.
         for group in self.groups:
             encoding = self._encoding(name, group, entries)
             if encoding is None:
@@ -156,8 +154,7 @@ class CompressedTensors:
         if packed.dtype is not torch.int32:
             return None
         packing = Packing(group.bits, axis=1)
-        # The last word of a row can be padded. Groups show the exact number of columns; other strategies have no such
-        # number.
+        # The last word of a row can be padded, which only the number of groups shows.
         columns = words * packing.per_word
         if group.strategy in ("group", "tensor_group"):
             columns = scale.shape[-1] * group.size
@@ -240,8 +237,7 @@ class WritableBlocks(Blocks):
         if self.type == "float":
             lowest, highest = -LARGEST_FP8, LARGEST_FP8
         else:
-            # The range of compressed_tensors (quantization/utils/helpers.py: calculate_range), which is not symmetric:
-            # -8 to 7.
+            # Not symmetric, -8 to 7, as in compressed_tensors (quantization/utils/helpers.py: calculate_range).
             lowest, highest = -float(1 << (self.bits - 1)), float((1 << (self.bits - 1)) - 1)
         scales = (groups.abs().amax(dim=2) / ((highest - lowest) / 2)).to(self.scale_dtype)
         # For groups of zeros, as in calculate_qparams there: the division below would make NaN of 0 / 0.
@@ -290,8 +286,7 @@ class WritableFp4(Blocks):
 
 def _fp4_codes(numbers: torch.Tensor) -> torch.Tensor:
     """Return the codes of the nearest FP4 numbers; of two equally near ones, that with the even code."""
-    # The first middle, between the codes 0 and 1, belongs to the lower code, which is even; the second one to the upper
-    # code.
+    # The first middle, between the codes 0 and 1, belongs to the lower one, which is even; the second to the upper.
     middles = [(low + high) / 2 for low, high in pairwise(FP4_VALUES[:8])]
     is_above, reaches = (torch.tensor(part, device=numbers.device) for part in (middles[::2], middles[1::2]))
     sizes = numbers.abs()

@@ -175,12 +175,14 @@ def find_tensors(entries: Mapping[str, Entry], format: Format | None) -> Found:
         try:
             found = format.find(key, entries)
         except UserError as error:
+            # One line for each tensor, because a wrong quantization_config concerns many of them.
             problems.append(error.problem)
             continue
         if found:
             by_codes[key] = found
             # Scales and zero points are not tensors of the model; what remains is plain and must have a row.
             used.update(found.encoding.entries(found.name))
+    # In a second pass, when all scales are known: they can be in the file before their codes.
     tensors = {}
     encoded = {}
     for key, entry in entries.items():

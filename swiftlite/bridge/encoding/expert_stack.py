@@ -118,6 +118,7 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             stacked[name] = tensors[name]
         elif name.endswith(".experts.gate_up_proj") and not has_gates:
             stacked[name.replace("gate_up_proj", "up_proj")] = torch.stack(parts)
+        # Only gpt-oss has biases of experts, and its stacks are transposed.
         elif f"{name}_bias" in members:
             stacked[name] = torch.stack([part.T for part in parts])
         elif name.endswith("_bias") or _MATRIX_STACK.fullmatch(name):
@@ -195,6 +196,8 @@ def _experts_of(key: str, entry: Entry, has_bias: bool, is_transposed: bool) -> 
     experts = {}
     for expert in range(num_experts):
         for number, matrix in enumerate(parts):
+            # In [experts, 2 * ffn, hidden], the gate of expert e begins at row 2e * ffn of the flat rows, and up at (2e
+            # + 1) * ffn.
             offset = entry.offset + expert * expert_bytes + number * part_bytes
             experts[f"{prefix}.{expert}.{matrix}.weight"] = replace(part, offset=offset)
     return experts
@@ -221,6 +224,7 @@ def _transposed_experts(prefix: str, name: str, entry: Entry) -> dict[str, Entry
     if name in _TRANSPOSED:
         part = replace(entry, shape=tuple(shape[::-1]), is_transposed=True)
     else:
+        # Codes of gpt-oss are [experts, rows, groups, bytes of a group]: the last two axes are one row of the matrix.
         part = replace(entry, shape=(shape[0], prod(shape[1:])) if len(shape) > 1 else tuple(shape))
     return {
         f"{prefix}.{expert}.{name}": replace(part, offset=entry.offset + expert * part.nbytes)

@@ -68,6 +68,7 @@ class TransposedWords:
             raise UserError(f"{key} is {dtype_name(entry)}; int32 is expected")
         module = key.removesuffix("qweight")
         columns, rows = matrix_shape(key, entry.shape)
+        # For a matrix [rows, columns], qweight is [columns / 8, rows] in GPTQ and [columns, rows / 8] in AWQ (4 bits).
         if self.packing.axis == 1:
             columns *= self.packing.per_word
         else:

@@ -30,6 +30,7 @@ def format_of(hf_config: HfConfig) -> Format | None:
     Raises:
         UserError: the format is not supported.
     """
+    # An unknown method must not pass as plain: its codes would be read as weights.
     if problem := quantization_problem(hf_config):
         raise UserError(f"config.json: {problem}", "use the model before its quantization")
     quantization = Quantization.of(hf_config)

@@ -59,11 +59,13 @@ class ModelOpt:
         if scale is None:
             raise UserError(f"{key} is {dtype_name(entry)} without {module}{_SCALE}")
         shape = matrix_shape(key, entry.shape)
+        # A byte has two numbers, so the matrix is twice as wide as its codes.
         if entry.dtype is torch.uint8:
             encoding = _nvfp4((shape[0], 2 * shape[1]), factor_axes=_num_axes(entries, module + _FACTOR))
         else:
             encoding = _fp8(shape, scale)
         check_shapes(key, encoding, entries)
+        # The files do not state the dtype before the quantization.
         return EncodedTensor(key, replace(entry, dtype=torch.bfloat16, shape=encoding.shape), encoding)
 
     def is_for_serving(self, key: str) -> bool:
@@ -94,6 +96,7 @@ def _fp8(shape: tuple[int, int], scale: Entry) -> Blocks:
     """Return the encoding of a matrix in FP8; the scale shows the size of the blocks."""
     axes = len(scale.shape)
     block = shape
+    # Before the number of axes, because scales of MXFP8 have two axes as well.
     if scale.dtype is torch.uint8:
         block = (1, GROUP)
     elif axes in (2, 4):

@@ -149,6 +149,7 @@ def quantization_problem(hf_config: HfConfig) -> str:
             shown = f"of {quantization.method}"
         return f"quantization_config {shown} is not supported; only {', '.join(others)} and {last} are"
     method = quantization.method
+    # The encoding finds its tensors by the names of this model's experts.
     if method in _ONLY_OF and hf_config.get("model_type") != _ONLY_OF[method]:
         return f"quantization_config of {method}: only supported for model_type {_ONLY_OF[method]!r}"
     if problem := CHECKS[method](content):
@@ -176,6 +177,7 @@ def _fp8_problem(quantization: Mapping[str, Any]) -> str:
 
 def _compressed_problem(quantization: Mapping[str, Any]) -> str:
     format = quantization.get("format")
+    # Sparse tensors have another layout, and transforms (rotations) also change the inputs of layers.
     for key in ("sparsity_config", "transform_config"):
         if quantization.get(key):
             return f"{key} is not supported"
@@ -221,6 +223,7 @@ def _gptq_problem(quantization: Mapping[str, Any]) -> str:
         return "is_marlin_format true is not supported"
     if quantization.get("pack_dtype") not in (None, "int32"):
         return f"pack_dtype {quantization['pack_dtype']!r} is not supported; it can only be 'int32'"
+    # Other rules give some modules other bits, with which their codes would be decoded wrongly.
     changed = [rule for rule in quantization.get("dynamic") or {} if not rule.startswith("-")]
     if changed:
         return f"dynamic {changed[0]!r} is not supported; rules can only exclude modules, with '-:'"

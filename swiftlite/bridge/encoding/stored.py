@@ -53,6 +53,7 @@ def check_shapes(key: str, encoding: Blocks, entries: Mapping[str, Entry]) -> No
         entry = entries.get(module + ending)
         if entry is None:
             raise UserError(f"{key} is {dtype_name(entries[key])} without {module}{ending}")
+        # Scales that are relative to a factor are float8 codes themselves.
         is_scale = ending == encoding.scales.ending and encoding.factor is None
         dtypes = _SCALES if encoding.exponent_bias is None else (torch.uint8,)
         if entry.shape != shape or (is_scale and entry.dtype not in dtypes):

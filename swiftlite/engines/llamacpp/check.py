@@ -103,6 +103,7 @@ def _compare(url: str, template: ChatTemplate, text: str, whole: list[int] | Non
     request = {"content": text, "parse_special": True, "add_special": whole is not None}
     theirs = json.loads(post(url, "/tokenize", request))["tokens"]
     if mine != theirs:
+        # The first difference, with some text around it: a pre-tokenizer that is wrong differs at a few places only.
         place = next((n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), len(mine))
         around = template.tokenizer.decode(mine[max(0, place - 2) : place + 3])
         yield f"other tokens than the HF tokenizer at {around!r} in {clip(repr(text), 100)}"
@@ -135,6 +136,7 @@ def _serve(words: Sequence[str], file: Path, more: Mapping[str, Any] | None = No
         more: further options of the server.
     """
     options: dict[str, Any] = {"model": str(file), "host": "127.0.0.1", "port": 0, "ctx_size": 256, "parallel": 1}
+    # Nothing is generated here, so the smallest context and no warmup are enough.
     options |= {"jinja": True, "no_warmup": True, **(more or {})}
     command = ServerCommand([*words, *flags(options)], SHORT_LOG)
     with serve_with_short_log(command, f"llama.cpp cannot load {file.name}") as server:

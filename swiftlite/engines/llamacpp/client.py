@@ -26,6 +26,7 @@ class LlamacppClient(Client):
         if it was sent before with the same salt.
         """
         key = (salt, tuple(prompt))
+        # Prompts of earlier measurements in the cache would shorten the seconds to the first token.
         is_known = key in self._sent
         self._sent.add(key)
         request = request_of(prompt, self._sampling, self._sampling.seed) | {"cache_prompt": is_known, "stream": True}

@@ -63,6 +63,7 @@ def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
     Raises:
         UserError: the file is damaged, or has only a drafter.
     """
+    # A trunk and its drafter are two files, and the trunk's own metadata do not name the drafter.
     if draft_file_of(file).is_file():
         return _of_two_files(file, draft_file_of(file))
     found = examine(file)
@@ -86,6 +87,7 @@ def report_of(file: Path, model: HfModel | None = None) -> LoadReport:
         target=found.architecture or None,
         draft=found.architecture if found.heads else None,
         num_mtp_heads=found.heads,
+        # llama.cpp runs the first head only.
         num_drafting=min(found.heads, 1),
         draft_modules=_types(found),
         verdict=verdict,

@@ -116,6 +116,7 @@ def main(words: list[str]) -> None:
                 f"--{name} is not supported by the package xllamacpp; use an executable: LLAMA_SERVER=FILE. "
                 f"Supported: {', '.join([*OPTIONS, *SWITCHES])}"
             )
+    # The server runs in threads of the library, so the main thread only waits for a signal.
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -49,6 +49,7 @@ class LlamacppEngine:
             draws_drafts=config.draws_drafts,
         )
         files = gguf_options(model, config.torch_dtype, drafts=numbers.heads > 0)
+        # A free port replaces 0 when the server is started.
         given = {**files, "host": "127.0.0.1", "port": 0, **options}
         command = ServerCommand([*words, *flags(given)], SHORT_LOG)
         self._running = ExitStack()
@@ -74,6 +75,7 @@ class LlamacppEngine:
                     on_answer(place, completion)
             return completion
 
+        # As many requests at a time as the server has slots: further ones would only wait there.
         with ThreadPoolExecutor(self._slots) as threads:
             return list(threads.map(answer, range(len(prompts))))
 

@@ -60,6 +60,7 @@ def _write_once(
                 logger.info("converting %s to %s (only once)", model.directory, file)
                 try:
                     write(model, writing, gguf_type)
+                    # A file has its name only when it is complete, so another process never serves a part.
                     writing.rename(file)
                 finally:
                     writing.unlink(missing_ok=True)
@@ -75,6 +76,7 @@ def _identity(model: HfModel) -> str:
     files = []
     for path in sorted([*model.directory.iterdir(), *(model.directory / DRAFT_FOLDER).glob("*")]):
         if path.suffix in (".json", ".safetensors", ".jinja"):
+            # Not the content, because hashing a large model takes about as long as loading it.
             status, name = path.stat(), str(path.relative_to(model.directory))
             files.append((name, status.st_size, status.st_mtime_ns))
     content = json.dumps([FORMAT, str(model.directory.resolve()), files])

@@ -128,10 +128,14 @@ def server_options(
             logger.info("llama.cpp does not use the draft vocabulary of the heads: it drafts from all tokens")
     options: dict[str, Any] = {
         "parallel": slots,
+        # llama.cpp divides this size among its slots.
         "ctx_size": slots * max_length(model, max_model_len),
+        # Counts of drafts are read from /metrics, which is off by default.
         "metrics": True,
+        # Without Jinja, llama.cpp knows only a list of formats, and not the template of the model.
         "jinja": True,
     }
+    # The KV cache has 16 bits by default, so answers would not be those of float32.
     if torch_dtype == "float32":
         options |= {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
     if numbers.text:

@@ -27,6 +27,7 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
         UserError: the model's family is unknown, or the engine does not work on this machine.
     """
     check_files(config.model)
+    # Facts about the engine's classes still find most problems on a machine without it.
     if info.known_report and not info.is_installed:
         return resolve_name(info.known_report)(config.model)
     options = {name: value for name, value in vars(config).items() if name != "model"}

@@ -106,6 +106,7 @@ def fill(
     for source, tensor in weights:
         if source in targets:
             name, place = targets[source]
+            # Engines attach loaders to parameters that are split or fused: they select this rank's part and its place.
             loader = getattr(parameters[name], "weight_loader", default_loader)
             loader(parameters[name], tensor, *place)
             filled.add(name)

@@ -150,6 +150,7 @@ class Loading:
     def _weights(self, *, is_draft: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HF key, tensor) for the target or for the draft model, which is loaded after it."""
         for key, tensor in self.recorder.weights():
+            # Otherwise both models are built from one directory, and each takes the tensors that it knows.
             if not self._of_draft or (key in self._of_draft) == is_draft:
                 yield key.removeprefix(self._prefix), tensor
 
@@ -202,6 +203,7 @@ class Loading:
         plain: list[str] = []
         for name, module in self.draft.named_modules():
             method = type(getattr(module, "quant_method", None)).__name__
+            # Engines also use torch's Linear for projections, which has no quant_method.
             if isinstance(module, nn.Linear) or method in _PLAIN_METHODS:
                 plain.append(name)
             elif method.endswith(("LinearMethod", "MoEMethod")):

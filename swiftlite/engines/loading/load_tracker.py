@@ -202,6 +202,7 @@ class DryLoad(LoadTracker):
             written[part] = set(keys)
             self.used |= keys
         if keys:
+            # A result has the keys of its arguments, because loaders transpose, split and concatenate before they copy.
             outputs = _tensors(result)
             for output in outputs:
                 self._keys[_storage(output)] |= keys

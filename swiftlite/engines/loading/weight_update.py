@@ -71,6 +71,7 @@ def bucket_file(bucket: Bucket) -> Iterator[Path]:
     """Write a bucket to a safetensors file in the temporary directory, which is deleted when the context ends."""
     with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as directory:
         path = Path(directory, "bucket.safetensors")
+        # safetensors refuses views with gaps.
         save_file({key: tensor.contiguous() for key, tensor in bucket.items()}, path)
         yield path
 
@@ -93,8 +94,7 @@ class WeightUpdate:
         self._draft: dict[str, Shape] = {}
         for head in range(model.heads.layers):
             self._draft |= shapes_of(family.head_rows(config, head))
-        # Draft classes copy the rows of the draft vocabulary from the trunk's output layer once (vllm/models.py:
-        # compute_logits).
+        # Draft classes copy the draft vocabulary's rows of the output layer once (vllm/models.py: compute_logits).
         self._drafted_rows_are_kept = drafts and bool(model.heads.draft_vocab)
         self._is_torn = False
 

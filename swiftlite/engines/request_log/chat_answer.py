@@ -34,6 +34,7 @@ class ChatAnswer:
         self._rest += body
         if not self._is_streamed:
             return
+        # A chunk of the connection can end inside of a line, even inside of a character.
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             data = line.strip().removeprefix(b"data:").strip()
@@ -61,12 +62,14 @@ class ChatAnswer:
 
     def _add(self, response: dict[str, Any], field: str) -> None:
         for choice in response.get("choices") or []:
+            # With several answers to one request, it is unknown with which of them the conversation continues.
             if choice["index"] > 0:
                 self._is_single = False
                 return
             self._add_part(choice.get(field) or {})
             if choice.get("finish_reason"):
                 self._end = choice["finish_reason"]
+            # vLLM's finish_reason is "stop" for stop tokens and stop strings alike; its stop_reason is the string.
             if isinstance(choice.get("stop_reason"), str):
                 self._end = "stop string"
 
@@ -74,6 +77,7 @@ class ChatAnswer:
         self._texts["content"] += part.get("content") or ""
         self._texts["reasoning_content"] += part.get("reasoning") or part.get("reasoning_content") or ""
         for number, call in enumerate(part.get("tool_calls") or []):
+            # The parts of a streamed call have its index. Whole responses have none, so the place counts.
             whole = self._calls.setdefault(
                 call.get("index", number), {"type": "function", "function": {"name": "", "arguments": ""}}
             )

@@ -59,6 +59,7 @@ class LogFile:
                 return False  # another process has renamed it
             size = os.fstat(descriptor).st_size
             if size and size + len(line) > self._max_bytes:
+                # Under the lock of the renamed file: a process that waits for it finds that it must open the new one.
                 self._file.replace(self._older)
                 return False
             if size and os.pread(descriptor, 1, size - 1) != b"\n":

@@ -81,8 +81,7 @@ class RequestLog:
             exchange.add_response(message)
 
         await self._app(scope, receive_and_keep, send_and_keep)
-        # After the response, so that no client waits for it, and in a thread, because a slow disk would block the
-        # server's loop.
+        # After the response, and in a thread: no client waits for the disk, and the server's loop continues.
         if line := exchange.line():
             await asyncio.to_thread(self._write, line)
 
@@ -117,8 +116,7 @@ class _Exchange:
                 self._answer.feed(message.get("body", b""))
             except UNEXPECTED_FORMAT:
                 self._answer = None
-            # If a client disconnects, this last message is missing, and the answer is cut off: not an example for
-            # training.
+            # If the client disconnects, this last message is missing: the answer is cut off, and not an example.
             self._is_complete = not message.get("more_body", False)
 
     def line(self) -> bytes | None:
@@ -156,6 +154,7 @@ def _make_row(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]
     contents = [message.get("content") for message in messages]
     if any(isinstance(content, list) and has_image_parts(content) for content in contents):
         no_images = None
+    # The parser of training, so that each logged line can be trained on.
     conversation = parse_row({"messages": messages, "tools": request.get("tools")}, no_images=no_images)
     if not all(image.to_text().startswith("data:") for image in conversation.images):
         raise ValueError("names images that the request does not contain")

@@ -162,6 +162,7 @@ def launch(command: ServerCommand, log: Path, hint: str | None = None) -> Iterat
 def free_port() -> int:
     """Return a port that is free at this moment."""
     with socket.socket() as probe:
+        # On all interfaces, because the server may listen on all of them.
         probe.bind(("", 0))
         return probe.getsockname()[1]
 

@@ -68,6 +68,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
     with loading.until_it_objects():
         with stage("SGLang rejected its options"):
             server_args = checked_options(_options(config, drafts))
+        # Layers read the options of the server from this context while they are built.
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         with one_rank(distributed):
             initialize_dp_attention(server_args)
@@ -98,6 +99,7 @@ def _draft_models(model: HfModel) -> list[int | None]:
 
 def _replaced(loading: Loading) -> list[str]:
     """Return a description of the tensors in the draft model that are later overwritten by other tensors."""
+    # Some classes load all heads into the same parameters, without an error.
     keys = sorted(key for key in loading.recorder.replaced if not key.endswith((*SHARED, OF_ORDER)))
     return [f"{type(loading.draft).__name__} overwrites {key} with another tensor" for key in some(keys)]
 

@@ -92,6 +92,7 @@ class SglangEngine:
             self._engine.tokenizer_manager.auto_create_handle_loop()  # requires a running event loop
 
         self._engine.loop.run_until_complete(begin())
+        # Removing asyncio's handler sets the default one of the process, so the earlier one is set after it.
         self._engine.loop.remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, before)
 
@@ -164,6 +165,7 @@ def sampling_params(sampling: Sampling, place: int, room: int) -> dict[str, Any]
     return {
         "temperature": sampling.temperature,
         **filters_of(sampling),
+        # SGLang's number for all tokens.
         "top_k": sampling.top_k or -1,
         "max_new_tokens": min(sampling.max_new_tokens, room),
         "stop_token_ids": list(sampling.stop_token_ids),

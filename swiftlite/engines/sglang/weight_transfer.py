@@ -76,6 +76,7 @@ def take(
     Returns:
         Whether it succeeded, and a message. Nothing is raised, because an exception would end SGLang.
     """
+    # SGLang's own formats stay available to other programs.
     if load_format not in (LOAD, KEEP, FINISH):
         return stock(updater, named_tensors=named_tensors, load_format=load_format)
     model = updater.get_model()
@@ -89,8 +90,7 @@ def take(
         else:
             if transfer.kept:
                 transfer.load(model, transfer.kept)
-            # Before the check, so that a failed transfer leaves nothing behind and SGLang may copy in threads again
-            # (`load_at_once`).
+            # Before the check, so that a failed transfer leaves nothing behind that `load_at_once` would see.
             del _transfers[model]
             if problems := transfer.problems(model, word):
                 return False, f"{type(model).__name__}:\n  " + "\n  ".join(problems)

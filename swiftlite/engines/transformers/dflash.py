@@ -88,6 +88,7 @@ class DFlashDrafter(nn.Module):
             query_BNSD, key_BGSD, value_BGSD = _heads(attention, layer.input_layernorm(block_BSH), rotary)
             # Read directly instead of updated: keys of the block belong to drafts, and the next round replaces them.
             context: Any = cache.layers[number]
+            # Without a mask: all tokens of a block see each other and the whole context.
             out_BNSD = F.scaled_dot_product_attention(
                 query_BNSD,
                 torch.cat((context.keys, key_BGSD), dim=2),
@@ -118,6 +119,7 @@ class DFlashSteps(DraftSteps):
         """Compute the states of all drafts of a round; `states` are the context (`DFlashDrafter.fused`)."""
         (drafter,), (cache,) = self._heads, self._caches
         anchor, begin = ids.shape[1] - 1, cache.get_seq_length()
+        # The trunk has no state of the anchor, its newest token, and states after it are those of rejected drafts.
         context = states[:, : anchor - begin]
         drafter.remember(context, cache, self._rotary(context, begin))
         num_masks = self.num_tokens - (drafter.markov_head is not None)  # DSpark also drafts from the anchor's state

@@ -139,15 +139,18 @@ class DraftGenerator(CandidateGenerator):
             The ids with the drafts, and the logits [1, drafts, V] from which the drafts were sampled. The logits are
                 None if the most likely tokens were drafted; verification then treats drafts as certain.
         """
+        # There is no state of the trunk from which a head could draft.
         if is_first_iteration:
             self._steps.reset()
             return input_ids, None
         ids = input_ids
         drawn_from: list[torch.Tensor] = []
         self._steps.begin(ids, model_outputs.hidden_states[-1])
+        # Every draft is processed with the text up to it: a repetition penalty depends on the drafts before it.
         for number in range(self._steps.num_tokens):
             logits = self._steps.logits(number, ids)
             if self._logits_processor is not None:
+                # In float32, as for the trunk: both distributions are compared in the verification.
                 logits = self._logits_processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
             draft = self._draft(logits)
             ids = torch.cat((ids, draft[None]), dim=1)

@@ -45,6 +45,7 @@ class Eagle3Drafter(nn.Module):
             self.fc_norm += [LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(num_features)]
         self.midlayer: Any = LlamaDecoderLayer(config, layer_idx=0)
         self.midlayer.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        # The layer reads embedding and state side by side, so only the inputs of its attention are wider than in Llama.
         projections = self.midlayer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(projections, name, nn.Linear(2 * size, getattr(projections, name).out_features, bias=False))

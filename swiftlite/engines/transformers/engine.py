@@ -70,6 +70,7 @@ class TransformersEngine:
         num_tokens = config.num_speculative_tokens
         if num_tokens is None:
             num_tokens = model.heads.drafts
+        # Without a number, drafts are wanted: `require_heads` then reports a model without heads.
         if num_tokens or config.num_speculative_tokens is None:
             require_heads(model, SERVED)
         self._num_head_tokens = num_tokens
@@ -90,6 +91,7 @@ class TransformersEngine:
         trunk: Any = load_trunk(replace(self._config, model=model))
         outside = model.family.outside(model.config)
         self._embedding_multiplier = 1.0 if outside.multiplies_in_embedding else outside.embedding_multiplier
+        # Separately, so that logits are computed only at the positions that verify drafts or choose a token.
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
         if outside.logits_divisor != 1 or outside.logits_cap is not None:
             self._output_layer = ScaledOutput(self._output_layer, outside)
@@ -129,6 +131,7 @@ class TransformersEngine:
         generator = torch.Generator(self._decoder.device)
         completions = []
         for place, prompt in enumerate(prompts):
+            # Per prompt, so that an answer does not depend on the length of the answers before it.
             generator.manual_seed(sampling.seed_of(place))
             completions.append(self._complete(prompt, sampling, generator))
             if on_answer:
@@ -185,8 +188,7 @@ class TransformersEngine:
             if num_drafted:
                 # Copied only if a draft can be rejected: these states are as large as the keys of many tokens.
                 begin = RecurrentStates(cache)
-            # The cache lacks the newest token, which the trunk has chosen but not read; in the first pass, the whole
-            # prompt.
+            # The cache lacks the newest token, which the trunk has not read, and in the first pass the whole prompt.
             new_ids = drafted_ids[:, cache.get_seq_length() :]
             before, after, features = self._states(new_ids, cache, images)
             # One row more than drafts: row i verifies draft i, and the last one chooses the token after all drafts.
@@ -216,6 +218,7 @@ class TransformersEngine:
             if self._heads is not None and features:
                 layer: Any = self._heads[0]
                 fed = layer.fused([fed, *features] if self._reads_state else features)
+            # Token by token, because a stop token or text can end inside of the accepted drafts.
             for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 answer.append(token)
@@ -263,6 +266,7 @@ class TransformersEngine:
             inputs["position_ids"] = images.positions(start, ids.shape[1])
             if start == 0:  # later passes contain only generated tokens
                 inputs["mm_encoder_outputs"] = images.outputs
+        # Hooks are called in the order of the layers, and the norm's comes last.
         seen: list[torch.Tensor] = []
         modules = [*(self._decoder.layers[layer] for layer in self._features), final_norm(self._decoder)]
         with ExitStack() as hooks:
@@ -283,6 +287,7 @@ class TransformersEngine:
         if not begin.layers:
             cache.crop(-number)
             return
+        # All tokens of the pass, because `_states` below appends the accepted ones again.
         crop_keys(cache, ids.shape[1])
         begin.restore()
         self._states(ids[:, : ids.shape[1] - number], cache, images)
@@ -329,6 +334,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         model_class, options["config"] = resolve_name(model.family.serving.transformers)(model)
     else:
         options["trust_remote_code"] = config.trust_remote_code
+    # Tensors are then read here: decoded as in training, with the names of the language model without its wrapper.
     if format_of(model.config) or is_wrapped(model.family):
         model_class, options["config"] = _unquantized_class(model_class, model, options)
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
@@ -342,6 +348,7 @@ def load_trunk(config: EngineConfig) -> PreTrainedModel:
         logging.set_verbosity(verbosity)
         if shows_progress:
             logging.enable_progress_bar()
+    # transformers only logs missing tensors, and this log is off above.
     if loaded["missing_keys"]:
         raise UserError(
             f"{model.directory}: missing tensors:\n  " + "\n  ".join(some(sorted(loaded["missing_keys"]))),
@@ -368,10 +375,12 @@ def _unquantized_class(model_class: Any, model: HfModel, options: dict[str, Any]
         config = AutoConfig.from_pretrained(model.directory, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
+            # transformers would otherwise build quantized modules, into which decoded tensors do not fit.
             delattr(part, "quantization_config")
     if model_class not in (AutoModelForCausalLM, AutoModelForImageTextToText):
         return model_class, config
     with torch.device("meta"):
+        # Only for its class: modules on the meta device take no memory.
         trunk = model_class.from_config(config, trust_remote_code=trust_remote_code)
     return type(trunk), trunk.config
 
@@ -391,6 +400,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
             name = text_name(key) if is_wrapped(family) else key
             tensor = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
             checkpoint.read_into(tensor, key, (slice(None),) * len(entry.shape))
+            # Only experts that the files have in a stack: transformers converts names of single experts itself.
             is_part = stack_name(key) in checkpoint.stored and key not in checkpoint.stored
             (parts if is_part else tensors)[name] = tensor
     return stack_as_in_files(tensors) | stack(parts)
@@ -408,6 +418,7 @@ def model_files(model: HfModel, buckets: Iterable[Bucket]) -> Iterator[HfModel]:
     with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as name:
         directory = Path(name)
         for path in model.directory.glob("*.json"):
+            # The index of the source names files that are not copied.
             if not path.name.endswith(".index.json"):
                 shutil.copy(path, directory)
         weight_map: dict[str, str] = {}

@@ -65,6 +65,7 @@ class Gemma4Assistant(nn.Module):
         for number, (layer, input_BSH) in enumerate(zip(self._read_layers, inputs_BSH, strict=True)):
             attention, normed_BSH = layer.self_attn, layer.input_layernorm(input_BSH)
             projected_BSGD = attention.k_proj(normed_BSH).unflatten(-1, (-1, attention.head_dim))
+            # In full attention of Gemma 4, keys before their norm and rotation are the values (attention_k_eq_v).
             values_BSGD = projected_BSGD
             if attention.v_proj is not None:
                 values_BSGD = attention.v_proj(normed_BSH).view(projected_BSGD.shape)
@@ -84,8 +85,7 @@ class Gemma4Assistant(nn.Module):
         of_layers: Any = cache.layers
         for layer, kept in zip(self._read_layers, of_layers, strict=True):
             is_windowed = layer.self_attn.layer_type == "sliding_attention"
-            # The cache has all keys of the row (no window is applied when they are appended), and the mask below lets
-            # all of these through.
+            # The window is applied here, because the cache keeps all keys and the mask below hides none.
             first = max(end - window, 0) if is_windowed else 0
             shared[layer.self_attn.layer_type] = (kept.keys[:, :, first:], kept.values[:, :, first:])
         return network.model(
@@ -106,6 +106,7 @@ def load_assistant(model: HfModel, decoder: Any) -> Gemma4Assistant:
     with Checkpoint(model.directory) as checkpoint:
         names = shapes_of(model.family.head_rows(model.config, 0))
         tensors = {name.removeprefix(PREFIX): checkpoint.read(name) for name in names}
+    # Files leave out the tied copy, and strict loading requires it.
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     network.load_state_dict(tensors, strict=True)
     network.tie_weights()
@@ -120,6 +121,7 @@ class AssistantSteps(DraftSteps):
         (assistant,), (cache,) = self._heads, self._caches
         new = states[:, : ids.shape[1] - 1 - cache.get_seq_length()]
         assistant.remember(new, cache, self._decoder.rotary_emb)
+        # The first part of `fused` is the trunk's state; its inputs of layers follow.
         self._state = new[:, -1:, : assistant.network.post_projection.out_features]
 
     def logits(self, number: int, ids: torch.Tensor) -> torch.Tensor:

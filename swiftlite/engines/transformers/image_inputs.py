@@ -60,6 +60,7 @@ class ImageInputs:
         """
         of_prompt = self._axes_3S[:, start : start + length]
         num_generated = length - of_prompt.shape[1]
+        # Positions behind an image are smaller than indices: after 100 tokens, the last one can be 40, the next 41.
         first = self._axes_3S.max() + 1 + max(start - self._axes_3S.shape[1], 0)
         generated = first + torch.arange(num_generated, device=first.device)
         return torch.cat((of_prompt, generated.expand(3, -1)), dim=1)[:, None]

@@ -54,6 +54,7 @@ class MtpHead(nn.Module):
     ):
         super().__init__()
         size, norm = decoder.config.hidden_size, final_norm(decoder)
+        # Copies, because norms of families differ (Gemma's multiply by 1 + w). All weights are read later.
         self.enorm = deepcopy(norm)
         self.hnorm = deepcopy(norm)
         self.final_layernorm = deepcopy(norm)
@@ -78,6 +79,7 @@ class MtpHead(nn.Module):
         self._has_indexer = has_indexer
         if has_indexer:
             self.transformer_layer.self_attn.indexer.layer_idx = 0
+            # The indexer reads the mask, which transformers leaves out where a kernel can be causal without it.
             self.make_mask = partial(create_causal_mask, allow_is_causal_skip=False)
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
@@ -188,6 +190,7 @@ def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
             # In the order of megatron-core: [hidden, embedding] of MiMo becomes [embedding, hidden].
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): joined(row, checkpoint.read) for row in frame}
             if outside.heads_share_final_norm:
+                # Files of ERNIE have no output norm of heads; in training, it is the trunk's.
                 state["final_layernorm.weight"] = final_norm(decoder).weight
             layer = read_layer(model, checkpoint, model.family.mtp.block(model.config, index))
             head = MtpHead(decoder, **layer_options(model), output_size=output_size)
@@ -260,6 +263,7 @@ class MtpSteps(DraftSteps):
         """Begin a round."""
         self._finish_round()
         self._end = ids.shape[1] - 1  # the newest token's position, which the trunk has not processed
+        # Taken once per round: a depth that drafts several times lengthens its cache.
         self._begins = [cache.get_seq_length() for cache in self._caches]
         self._next_depth = 0
         # Depth 0 has all positions before `_begins[0]` in its cache; states after `_end` belong to rejected drafts.
@@ -318,7 +322,9 @@ class MtpSteps(DraftSteps):
         """
         embedding = self._embeddings(ids[:, start:])
         begin = cache.get_seq_length()
+        # The cache has all earlier positions of the row, because rows have no padding here.
         position_ids = torch.arange(begin, begin + embedding.shape[1], device=ids.device)[None]
+        # The mask needs indices in the row, and rotary embeddings the positions behind images.
         rotary_positions = position_ids
         if self._images is not None:
             embedding = self._images.put_into(embedding, start)

@@ -94,14 +94,17 @@ class Service:
         return self._answer("chat.completion", choices)
 
     async def _complete(self, ids: list[int], request: Request, max_tokens: int) -> dict[str, Any]:
+        # An id outside of the embedding would end the process on a GPU, not only the request.
         for token in ids:
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"token {token} has no embedding")
         if request.model not in (None, self._name):
             raise ValueError(f"model {request.model!r} is not served; this server has {self._name!r}")
         begin = time.perf_counter()
+        # One request at a time: hooks of the engine would collect the states of all of them (engine.py: _states).
         async with self._turn:
             sampling = request.sampling(max_tokens, self._stops)
+            # In a thread, so that the server answers /health and /metrics while it generates.
             (completion,) = await asyncio.to_thread(self._engine.generate, [ids], sampling)
         seconds = time.perf_counter() - begin
         self._throughput = Throughput(
@@ -133,6 +136,7 @@ class Service:
             best: list[Any] = list(self._template.tokenizer.convert_ids_to_tokens(likely))
             at_places = zip(tokens[1:], of_prompt, best, of_likely, strict=True)
             names = tokens + names
+            # The first token of a prompt follows nothing, so it has no log-probability.
             own = [None, *of_prompt, *own]
             top = [None, *({token: its, most: largest} for token, its, most, largest in at_places), *top]
         return {"tokens": names, "token_logprobs": own, "top_logprobs": top}

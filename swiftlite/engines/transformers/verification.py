@@ -47,6 +47,7 @@ def processed(processor: LogitsProcessorList | None, ids_1S: torch.Tensor, logit
     """
     if processor is None:
         return logits_KV
+    # Logits of position i choose token i + 1: with 5 ids and 3 rows, the rows follow the first 3, 4 and 5 ids.
     first = ids_1S.shape[1] - len(logits_KV) + 1
     logits_KV, rows = logits_KV.float(), range(len(logits_KV))
     parts: list[Any] = [processor(ids_1S[:, : first + row], logits_KV[row : row + 1]) for row in rows]  # type: ignore[arg-type]
@@ -85,6 +86,7 @@ def verify(
         q_KV: distribution that each draft was sampled from.
         p_KV: the trunk's distributions, with one row more than there are drafts.
     """
+    # One number per draft, also behind a rejected one: later random numbers do not depend on the acceptance.
     luck_K = torch.rand(len(drafts_K), generator=generator, device=q_KV.device)
     place_K = torch.arange(len(drafts_K), device=q_KV.device)
     is_kept_K = luck_K * q_KV[place_K, drafts_K] < p_KV[place_K, drafts_K]

@@ -69,8 +69,7 @@ class ConvertedFP8LinearKernel(FP8ScaledMMLinearKernel):
             bias: [outputs].
             output_shape: shape of the result, [..., outputs].
         """
-        # Scales are applied after the product: they are constant along the summed axis, and the codes are exact in
-        # `out_dtype`.
+        # Scales after the product: they are constant along the summed axis, and codes are exact in `out_dtype`.
         output = (A.to(out_dtype) @ B).float() * As * Bs.t()
         if bias is not None:
             output = output + bias

@@ -31,8 +31,7 @@ def with_slots_of_tokens(
     if not proposer.uses_mrope:
         return update(proposer, positions, common_attn_metadata, batch_size, *others)
     next_positions = positions + 1  # a copy: `positions` can be a part of the buffer below
-    # vLLM's method takes the slot from what it gets as positions, and adds 1 to both. It also stores them as positions,
-    # which the last line replaces.
+    # vLLM's method computes slots from these indices, and also stores them as positions, which the last line replaces.
     index = common_attn_metadata.seq_lens[:batch_size].to(positions.dtype) - 1
     update(proposer, index.expand_as(positions), common_attn_metadata, batch_size, *others)
     buffer = proposer.mrope_positions[:, :batch_size]

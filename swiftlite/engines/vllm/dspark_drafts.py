@@ -42,8 +42,7 @@ def block_proposer(stock: Any) -> Any:
             """Return the number of queries, the indices of those that draft, and the metadata of attention."""
             if not self.is_dspark:
                 return super().set_inputs_first_pass(*arguments, **named)
-            # DFlash adds an anchor to its mask tokens; DSpark drafts from the state of the anchor as well, so one mask
-            # token less.
+            # The base class adds an anchor to its masks. DSpark drafts from the anchor's state too: one mask less.
             number = self.num_speculative_tokens
             self.num_speculative_tokens = number - 1  # the anchor and a mask token for each further draft
             try:
@@ -59,8 +58,7 @@ def block_proposer(stock: Any) -> Any:
             logits = self.model.compute_draft_logits(hidden_states).unflatten(0, (-1, number))
             before = self.input_ids[: len(hidden_states) : number]  # the anchors
             drafts = []
-            # Logits of all places come from one pass, but the Markov head reads the draft before, so drafts are chosen
-            # in order.
+            # One pass gives the logits of all places, but the Markov head reads the draft before each of them.
             for place in range(number):
                 bias = self.model.markov_bias(self.model.markov_embed(before))
                 before = self.model.map_draft_to_target((logits[:, place] + bias).argmax(dim=-1))

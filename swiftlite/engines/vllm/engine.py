@@ -251,8 +251,7 @@ def draft_depths(lengths: Sequence[int], steps_by_accepted: Sequence[int] | None
     begins = [0, *lengths[:-1]]
     accepted = [end - begin - 1 for begin, end in pairwise([0, *lengths])]
     if steps_by_accepted is not None:
-        # vLLM counts accepted drafts before it truncates the answer, so the sum over all steps has those that were cut
-        # off.
+        # vLLM counts accepted drafts before it truncates the answer, so the sums include those that it cut off.
         accepted[-1] = sum(number * steps for number, steps in enumerate(steps_by_accepted)) - sum(accepted[:-1])
     depths = []
     for begin, end, number in zip(begins, lengths, accepted, strict=True):

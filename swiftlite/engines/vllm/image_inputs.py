@@ -44,6 +44,7 @@ def vllm_prompt(prompt: Sequence[int]) -> dict[str, Any]:
     return {
         "prompt_token_ids": with_one_placeholder_each(prompt),
         "multi_modal_data": {"image": [image.load() for image in prompt.images]},
+        # With the bounds of --max_pixels and --min_pixels instead of those in preprocessor_config.json.
         "mm_processor_kwargs": {"size": prompt.image_size},
     }
 

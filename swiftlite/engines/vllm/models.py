@@ -82,6 +82,7 @@ class Ernie4_5_MoeForCausalLM(ernie45_moe.Ernie4_5_MoeForCausalLM):
 
 def _set_route(experts: Any, bias_E: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let vLLM's router for a CPU select experts by their scores plus a bias, which it supports only for groups."""
+    # Routers for GPUs read the bias themselves.
     if isinstance(experts.router, CPURouter):
         scale = experts.router.routed_scaling_factor
         experts.router.custom_routing_function = partial(_route, bias_E, score, scale)
@@ -101,6 +102,7 @@ def _route(
     Args:
         scale: factor of the weights.
     """
+    # As _grouped_topk in cpu_router.py, without groups: scores with the bias select, those without it weigh.
     scores_TE = score(gating_output.float())
     expert_TK = (scores_TE + bias_E).topk(topk, dim=-1).indices
     weight_TK = scores_TE.gather(1, expert_TK)
@@ -246,6 +248,7 @@ class MtpDraft(nn.Module):
         config: Any = speculative.draft_model_config.hf_config
         self.config = config
         depth = heads_of(config).layers
+        # Not num_speculative_tokens, which with drafts from the text is their number.
         check_draft_steps(head_tokens(vllm_config), depth, runs_all_heads=vllm_config.use_v2_model_runner)
         # KV caches have the names of layers, which must differ from the trunk's model.layers.*.
         layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
@@ -370,6 +373,7 @@ def _with_config(vllm_config: VllmConfig, config: Any) -> VllmConfig:
     # Copies on each level, because vLLM continues to use the originals for the trunk.
     changed.model_config = copy(speculative.draft_model_config)
     changed.model_config.hf_config = config
+    # vLLM's layers read either of the two configs.
     changed.model_config.hf_text_config = config.get_text_config()
     return changed
 
@@ -520,6 +524,7 @@ class GptOssMTPModel(MtpDraft):
         quant_config = vllm_config.quant_config
         if getattr(quant_config, "get_name", str)() in _MXFP4:  # of the trunk; experts of heads are plain
             quant_config = None
+        # TransformerBlock takes no config of the model, only vLLM's whole config.
         own = _with_config(vllm_config, config)
         own.quant_config = quant_config
         return gpt_oss.TransformerBlock(own, quant_config, prefix)  # pyright: ignore[reportArgumentType]
@@ -534,6 +539,7 @@ class GptOssMTPModel(MtpDraft):
         ]
 
     def name_on_disk(self, name: str) -> str:
+        # vLLM's layer of gpt-oss has its own name for the attention.
         return super().name_on_disk(name).replace(".attn.", ".self_attn.", 1)
 
     def load_weights(self, weights: Weights) -> set[str]:

@@ -84,6 +84,7 @@ class FeatureHead(nn.Module):
 
     def first_states(self, states_TH: torch.Tensor) -> torch.Tensor:
         """Return what the first draft reads, [T, H], from [features; output of the last layer], [T, (F + 1) * H]."""
+        # vLLM has the output of the last layer at the end; in training, the trunk's state comes first.
         *features_TH, state_TH = states_TH.chunk(len(self.pre_fc_norm_hidden), dim=-1)
         pairs = zip(self.pre_fc_norm_hidden, [state_TH, *features_TH], strict=True)
         return self.fc_first(torch.cat([norm(part_TH.contiguous()) for norm, part_TH in pairs], dim=-1))
@@ -94,6 +95,7 @@ class FeatureDraft(models.MtpDraft):
     the base class that this method requires.
     """
 
+    # vLLM then shares both of the trunk (llm_base_proposer.py: _maybe_share_embeddings, _maybe_share_lm_head).
     has_own_embed_tokens = has_own_lm_head = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):

@@ -62,6 +62,7 @@ def with_head_tokens(
     propose: Callable[..., torch.Tensor], proposer: Any, *others: Any, num_speculative_tokens: int, **named: Any
 ) -> torch.Tensor:
     """Draft with the heads as vLLM does, but only their own number of tokens; return drafts, [requests, tokens]."""
+    # A draft schedule can ask for fewer tokens than the heads draft, or for none.
     number = min(num_speculative_tokens, head_tokens(proposer.vllm_config))
     return propose(proposer, *others, num_speculative_tokens=number, **named)
 

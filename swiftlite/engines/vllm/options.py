@@ -49,6 +49,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
 
     model, given = config.model, config.speculative_config
     if given is not None and given.get("method") != "mtp":
+        # vLLM would load the model twice and accept all drafts of the copy, each of which costs a pass of the model.
         if "model" in given and Path(given["model"]).resolve() == model.directory.resolve():
             raise UserError(
                 "--vllm_speculative_config uses the model as its own draft, which is not faster",
@@ -72,6 +73,7 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
             f"vLLM's {draft} supports one MTP head, but the checkpoint has {model.heads.layers}",
             "use --infer_backend transformers, which runs every head",
         )
+    # The folders of other drafters have an output layer for their draft vocabulary (stock_draft.py).
     has_own_output = model.heads.kind != MTP
     if model.heads.draft_vocab and draft not in DRAFTS.values() and not has_own_output:
         raise UserError(
@@ -79,9 +81,11 @@ def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
             "use --infer_backend transformers or sglang, or train the heads with --draft_vocab 0",
         )
     if given is None and config.draws_drafts:
+        # Drafts that are sampled from the head's distribution are accepted more often at temperatures above 0.
         given = {"draft_sample_method": "probabilistic"}
     if config.draft_schedule is not None:
         given = {**(given or {}), **schedule_options(config.draft_schedule)}
+    # The user's options have precedence, except for the number, which was checked.
     return {**mtp_options(model), **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
 
 
@@ -133,6 +137,7 @@ def require_plugin_for(config: EngineConfig) -> None:
 
 def needs_plugin(model: HfModel) -> bool:
     """Return whether vLLM drafts with a class of swiftlite's plugin, on this machine."""
+    # Without a folder, heads are in the files of the trunk, from which only the plugin's classes separate them.
     if draft_folder(model) is None or model.family.drafter(model.config).needs_plugin:
         return True
     if model.heads.kind != dflash.DSPARK:
@@ -269,6 +274,7 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
             on this machine, or a package that vLLM's classes import is missing.
     """
     known = model.family.serving.vllm
+    # Some modules of vLLM import torchvision for texts as well.
     needs_torchvision = model.family.vision is not None or (known is not None and known.needs_torchvision)
     if needs_torchvision and find_spec("torchvision") is None:
         raise UserError(
@@ -333,6 +339,7 @@ def check_quantization(model: HfModel) -> None:
     content = dict(quantization.content)
     method = quantization.method
     if method == "modelopt":  # vLLM has a class for each kind of ModelOpt's formats
+        # config.json says only "modelopt", so each class is asked, as vLLM does.
         named = [get_quantization_config(name).override_quantization_method(content, None) for name in _OF_MODELOPT]
         method = next(filter(None, named), method)
     try:
@@ -387,6 +394,7 @@ def loading_options(model: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_quantization(model)
     check_instructions(model)
+    # The extra config belongs to a loader, and another one may not accept this option.
     if not model.is_quantized or "load_format" in given:
         return {}
     return {"model_loader_extra_config": {"enable_weights_track": True}}

@@ -79,8 +79,7 @@ class Postponed:
         row = 0
         for step in self.steps:
             for request, position in zip(step.requests, step.positions.tolist(), strict=True):
-                # Attention takes the rows of a request for its last positions, without a gap: of 7, 8 and 10, only 10
-                # is kept.
+                # Attention takes a request's rows for its last positions, without a gap: of 7, 8 and 10, only 10 stays.
                 if last.get(request) != position - 1:
                     found[request] = []
                 found[request].append(row)
@@ -134,6 +133,7 @@ def postponing(
     if not can_postpone(proposer, num_speculative_tokens, inputs):
         _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))
         return propose(proposer, num_speculative_tokens=num_speculative_tokens, **inputs)
+    # One token of each request (`can_postpone`), so rows are requests.
     number = len(postponed.requests)
     if postponed.num_tokens + number > proposer.hidden_states.shape[0]:  # the space of one call
         _compute(proposer, propose, postponed, inputs, _first_tokens(inputs))

@@ -119,8 +119,7 @@ class ServedVllm:
         async def answer_all(session: aiohttp.ClientSession) -> list[Completion]:
             answers = [asyncio.create_task(answer(session, place)) for place in range(len(prompts))]
             try:
-                # Each wait has its own timeout: a batch may take hours, but a server that finishes nothing for so long
-                # is lost.
+                # A timeout per wait: a batch may take hours, but a server that finishes nothing for so long is lost.
                 for next_one in asyncio.as_completed(answers):
                     await self._server.in_time(next_one, COMPLETIONS)
                 return [each.result() for each in answers]
@@ -412,10 +411,12 @@ class _Server:
                 f"the server at {self.url} rejected the API key",
                 "set VLLM_API_KEY to the api_key of the server",
             )
+        # Routes for weights exist only with the option; those under /v1 exist in every server.
         if response.status == 404 and not path.startswith("/v1"):
             raise _without_option(self.url)
         if response.status != 200:
             text = (await response.text()).strip()[:2000]
+            # Others get the prompts of a failed server; a request that is rejected would be rejected by all.
             refusal = LostServer if response.status == 429 or response.status >= 500 else UserError
             raise refusal(f"the server at {self.url} rejected {path}: {text}", "see its log for the cause")
         if response.content_type == "application/json":

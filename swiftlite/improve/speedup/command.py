@@ -143,7 +143,6 @@ class _Speedup:
         self._commands = Commands(args, model, directory)
         self._total = float(seconds_of(args.budget) or 0)  # a rule has checked the duration
         self._compares = args.drafter == "auto" and self._can_compare()
-        self._budget = budget.for_rounds(self._total, self._compares)
 
     def _can_compare(self) -> bool:
         """Return whether two drafters are compared; otherwise say why not."""
@@ -168,13 +167,16 @@ class _Speedup:
             number += 1
         best = self._progress.best
         accepted = self._progress.acceptance[best]
-        other_seconds = budget.other_seconds(self._budget)
+        compares = self._compares and self._can_train_candidate(best)
+        other_seconds = budget.other_seconds(self._total)
         other = self._commands.other_engine(other_seconds)
         later = (other_seconds + budget.START_OF_OTHER) * len(other)
-        seconds = budget.bench_seconds(self._budget, self._progress.spent, later)
-        self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._budget), seconds))
+        if compares:
+            later += budget.candidate_seconds(self._times())
+        seconds = budget.bench_seconds(self._total, self._progress.spent, later, 1 + compares)
+        self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._total), seconds))
         try:
-            if self._compares and self._is_candidate_faster(best):
+            if compares and self._is_candidate_faster(best):
                 best = CANDIDATE
         except UserError as error:
             logger.warning("%s is not compared: %s", CANDIDATE, error.problem)
@@ -185,17 +187,29 @@ class _Speedup:
             logger.warning("%s is not compared: %s", LLAMACPP.label, error.problem)
         return best
 
+    def _can_train_candidate(self, best: str) -> bool:
+        """Return whether the other drafter was trained, or can be trained and measured in the rest of the budget."""
+        progress = self._progress
+        if is_complete(self._commands.training(progress.rounds, "", CANDIDATE), progress):
+            return True
+        num_benches = 2 - (f"{best}/bench" in progress.seconds)
+        benches = num_benches * (budget.STARTS + budget.MIN_BENCH)
+        needed = progress.spent + budget.candidate_seconds(self._times()) + benches
+        if needed <= self._total:
+            return True
+        used = f"{progress.spent / 60:.0f} minutes of --budget {self._args.budget} are used"
+        enough = f"--budget {5 * math.ceil(needed / 300)}m"
+        logger.info(
+            "--drafter auto: MTP heads, because %s; the same command with %s trains %s", used, enough, CANDIDATE
+        )
+        return False
+
     def _is_candidate_faster(self, best: str) -> bool:
-        """Train and measure the other drafter on the answers of all rounds, if there is time, and return whether it is
-        faster than the best heads.
+        """Train and measure the other drafter on the answers of all rounds, and return whether it is faster than the
+        best heads.
         """
         progress, rounds = self._progress, self._progress.rounds
         training = self._commands.training(rounds, "", CANDIDATE)
-        times = [self._times_of(number) for number in range(1, len(rounds) + 1)]
-        if not is_complete(training, progress) and not budget.fits(self._total, progress.spent, times):
-            used = f"{progress.spent / 60:.0f} minutes of --budget {self._args.budget} are used"
-            logger.info("--drafter auto: MTP heads, because %s, and %s is not trained", used, CANDIDATE)
-            return False
         if not is_complete(training, progress):
             progress.candidate_rounds = len(rounds)
         elif progress.candidate_rounds < len(rounds):
@@ -207,7 +221,7 @@ class _Speedup:
         progress.candidate = _accepted(self._directory, CANDIDATE)[ALL]
         self._run(self._commands.export(CANDIDATE))
         seconds = budget.bench_seconds(self._total, progress.spent)
-        step = self._commands.bench(CANDIDATE, progress.candidate, budget.bench_rounds(self._budget), seconds)
+        step = self._commands.bench(CANDIDATE, progress.candidate, budget.bench_rounds(self._total), seconds)
         self._run_bench(step)
         speeds = {}
         for name in (best, CANDIDATE):
@@ -238,10 +252,11 @@ class _Speedup:
         largest = self._rows.largest_round()
         if number == 1:
             seconds, spent = self._seconds_per_prompt(), self._progress.spent
-            prompts = budget.first_round(self._budget, largest, seconds, spent=spent)
+            # Two drafters have half of the time each.
+            prompts = budget.first_round(self._total / (1 + self._compares), largest, seconds, spent=spent)
         else:
-            times = [self._times_of(each) for each in range(1, number)]
-            prompts = budget.next_round(self._budget, self._progress.spent, times, largest)
+            spent, times = self._progress.spent, self._times()
+            prompts = budget.next_round(self._total, spent, times, largest, compares=self._compares)
         if prompts:
             rounds.append(prompts)
             self._progress.write(self._directory)
@@ -255,6 +270,9 @@ class _Speedup:
         tensors = describe(self._model.directory)
         num_parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
         return budget.seconds_per_prompt(num_parameters, self._args.max_new_tokens)
+
+    def _times(self) -> list[budget.RoundTimes]:
+        return [self._times_of(number) for number in range(1, len(self._progress.rounds) + 1)]
 
     def _times_of(self, number: int) -> budget.RoundTimes:
         seconds, rounds = self._progress.seconds, self._progress.rounds
@@ -291,7 +309,7 @@ class _Speedup:
         if not is_complete(step, self._progress):
             spent = self._progress.spent
             used = f"{spent / 60:.1f} minutes of --budget {self._args.budget} used"
-            if spent > self._budget:
+            if spent > self._total:
                 logger.warning("%s: %s; the first round and bench always run", step.name, used)
             else:
                 logger.info("%s: %s", step.name, used)

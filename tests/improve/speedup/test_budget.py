@@ -3,8 +3,11 @@
 import pytest
 
 from swiftlite.improve.speedup.budget import (
+    CANDIDATE_COST,
     MAX_RESERVED,
+    MIN_BENCH,
     SMALLEST_ROUND,
+    STARTS,
     RoundTimes,
     bench_rounds,
     bench_seconds,
@@ -44,6 +47,7 @@ def test_a_prompt_takes_longer_with_a_larger_model():
 def test_bench_takes_the_rest_of_the_budget():
     assert bench_seconds(480, 200) == pytest.approx(0.7 * 220)
     assert bench_seconds(480, 200, later=50) == pytest.approx(0.7 * 170)
+    assert bench_seconds(1480, 200, later=50, number=2) == pytest.approx(0.7 * (1230 / 2 - 60))
     assert bench_seconds(480, 900) == 60
 
 
@@ -53,6 +57,18 @@ def test_a_round_uses_the_rest_and_leaves_the_share_of_bench(rounds):
     prompts = next_round(budget, spent, rounds)
     rest = budget - reserved_for_bench(budget) - spent
     assert time_of(prompts, rounds) <= rest < time_of(prompts + 1, rounds)
+
+
+def test_a_round_leaves_the_time_for_another_drafter():
+    budget, spent = 4000.0, 170.0
+    rest = budget - reserved_for_bench(budget) - spent - STARTS - MIN_BENCH
+
+    def with_candidate(prompts: int) -> float:
+        training = FIRST.training * (FIRST.prompts + prompts) / FIRST.prompts
+        return time_of(prompts, [FIRST]) + CANDIDATE_COST * training + FIRST.fixed
+
+    prompts = next_round(budget, spent, [FIRST], compares=True)
+    assert with_candidate(prompts) <= rest < with_candidate(prompts + 1)
 
 
 def test_no_round_that_is_not_worth_its_fixed_costs():

@@ -12,6 +12,7 @@ from swiftlite.args.commands import SpeedupArgs
 from swiftlite.base.errors import UserError
 from swiftlite.engines.info import EngineInfo
 from swiftlite.improve import steps
+from swiftlite.improve.speedup.budget import CANDIDATE_COST
 from swiftlite.improve.speedup.command import NOT_SETTINGS, run
 from swiftlite.improve.speedup.state import Progress
 from tests.data.templates import ALPACA
@@ -149,6 +150,18 @@ def test_a_small_budget_has_no_second_drafter(complete, capsys, caplog):
     run(replace(complete, drafter="auto"))
     assert has_line(caplog.text, "--drafter auto MTP heads --budget 5m 45m")
     assert has_line(capsys.readouterr().out, "swiftlite deploy --num_speculative_tokens 2")
+
+
+def test_a_budget_that_suffices_for_two_drafters_is_named(complete, caplog):
+    caplog.set_level("INFO", logger="swiftlite")
+    progress = json.loads((Path(complete.output_dir) / "speedup.json").read_text())
+    progress["settings"]["drafter"] = "auto"
+    progress["seconds"]["round-1/training"] = 2000.0  # no second round
+    (Path(complete.output_dir) / "speedup.json").write_text(json.dumps(progress))
+    run(replace(complete, drafter="auto", budget="46m"))
+    line = next(line for line in caplog.text.splitlines() if "dspark" in line)
+    minutes = int(line.rpartition("--budget ")[2].split("m")[0])
+    assert minutes * 60 > (1 + CANDIDATE_COST) * 2000
 
 
 def test_another_engine_that_fails_is_named(complete, capsys, caplog, monkeypatch):

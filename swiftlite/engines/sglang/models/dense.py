@@ -97,6 +97,7 @@ class Gemma3ForCausalLM(Trunk, gemma3_causal.Gemma3ForCausalLM):
         for name, tensor in weights:
             if name == "lm_head.weight" and not self.config.tie_word_embeddings:
                 weight: Any = self.lm_head.weight
+                # The parameter's own loader selects the rows of this tensor-parallel rank.
                 weight.weight_loader(weight, tensor)
             else:
                 yield name, tensor
@@ -108,6 +109,7 @@ class SharingTrunk(Trunk):
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the matrices of embedding and output layer."""
         trunk: Any = self
+        # SGLang's EAGLE worker asks the target for both, and gives them to `set_embed_and_head` of the draft.
         return trunk.model.embed_tokens.weight, trunk.lm_head.weight
 
 
@@ -152,8 +154,7 @@ class NoWindowTrunk(Trunk):
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        # Checked when the model is built: with shorter sequences, a window would have no effect, and answers are
-        # correct.
+        # In shorter sequences the window has no effect, so SGLang's answers are correct.
         window = config.sliding_window
         server_args: Any = get_server_args()
         longest = server_args.context_length or config.max_position_embeddings
@@ -233,6 +234,7 @@ class MtpHead(nn.Module):
         super().__init__()
         self.pre_fc_norm_embedding = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.pre_fc_norm_hidden = norm(config.hidden_size, eps=config.rms_norm_eps)
+        # torch's layer, which no quantization_config concerns: files have the projection in the dtype of the model.
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
         self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
@@ -256,8 +258,7 @@ class MtpHead(nn.Module):
                 positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch, residual=None
             )
             return self.norm(state_TH, residual_TH)[0]
-        # As at the entry of a trunk (layer_boundary/residual/batch.py: start), because layers add to the residual of
-        # the batch.
+        # As at the entry of a trunk (layer_boundary/residual/batch.py: start): layers add to the batch's residual.
         residual_batch.start(forward_batch)
         state_TH = self.layers[0](positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch)
         return residual_batch.final_norm(state_TH, forward_batch, self.norm)
@@ -286,6 +287,7 @@ class MtpDraft(nn.Module):
                 f"{type(self).__name__} supports one MTP head, but config.json declares {heads_of(config).layers}"
             )
         self.config = config
+        # SGLang connects the residuals of layers when their stack is closed; here, one layer is the whole stack.
         with layer_stack():
             layer = self._make_layer(quant_config)
         self.mtp = MtpHead(config, layer, self.embedding_multiplier, self.norm_class)
@@ -296,6 +298,7 @@ class MtpDraft(nn.Module):
 
     def _make_layer(self, quant_config: QuantizationConfig | None) -> nn.Module:
         """Create a decoder layer of the trunk's kind. Some classes of SGLang require the number of the layer."""
+        # The prefix is the name in files, with which SGLang looks modules up in the lists of quantization_config.
         arguments: dict[str, Any] = {"config": self.config, "quant_config": quant_config, "prefix": "mtp.layers.0"}
         if "layer_id" in inspect.signature(self.layer_class).parameters:
             arguments["layer_id"] = 0
@@ -440,6 +443,7 @@ class Step3p5MTP(step3p5_mtp.Step3p5MTP):
         draft_model_idx: int | None = None,
         prefix: str = "",
     ):
+        # Not SGLang's constructor, which would build its own head with the settings of layer 45.
         nn.Module.__init__(self)
         self.config, self.quant_config = config, quant_config
         self.draft_model_idx = draft_model_idx or 0
@@ -572,5 +576,6 @@ def _class(name: str) -> type:
 
 
 # Classes that consist only of names in the file of a family are made here.
+# SGLang's registry reads this name in each module of the package (models/registry.py: import_model_classes).
 EntryClass = [_class(name) for name in dict.fromkeys([*DRAFTS, *DRAFTS.values()])]
 EntryClass += [Ernie4_5_MoeForCausalLMMTP, MiMoV2FlashForCausalLM, MiMoV2MTP, Step3p5ForCausalLM, Step3p5MTP]

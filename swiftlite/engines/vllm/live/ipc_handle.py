@@ -35,6 +35,7 @@ def as_arguments(values: dict[str, Any], device: int) -> list[Any]:
     """
     if missing := {"length", *_NUMBERS, *_HANDLES} - values.keys():
         raise ValueError(f"the handle of a buffer has no {', '.join(sorted(missing))}")
+    # In the order of rebuild_cuda_tensor (torch/multiprocessing/reductions.py), with types set here, not received.
     arguments: list[Any] = [None] * 15
     arguments[:7] = [torch.Tensor, (values["length"],), (1,), 0, torch.storage.TypedStorage, torch.uint8, device]
     for name, place in _NUMBERS.items():

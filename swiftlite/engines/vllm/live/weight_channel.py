@@ -49,6 +49,7 @@ class VllmChannel:
         self._client, self._transport = client, transport
 
     def start(self, part: Part) -> None:
+        # The client keeps the part, because vLLM's senders call its methods without it.
         self._client.part = part
         self._client.start_weight_update()
 

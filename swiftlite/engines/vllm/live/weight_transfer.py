@@ -46,11 +46,13 @@ class Checked(WeightTransferEngine[Any, Any]):
             # A draft model, which shares the target's embedding and output layer.
             shared = {id(parameter) for parameter in self._default_model.parameters()}
         served = {name for name, parameter in self.model.named_parameters() if id(parameter) not in shared}
+        # After this call, parameters are on the meta device until all tensors of their layer have arrived.
         initialize_layerwise_reload(self.model)
         _forget_packed_experts(self.model)
         # Expected names exist both while serving and while loading. While serving, a tied output layer has the
         # embedding's name; while loading, derived parameters (W_UV of latent attention) do not exist.
         expected = served & {name for name, _ in self.model.named_parameters()}
+        # Parameters outside of the language model keep the values of the files with which the engine started.
         self._expected = {name for name in expected if not name.startswith(CARRIED)}
         self._loaded: set[str] = set()
         self._unread: list[str] = []
@@ -59,6 +61,7 @@ class Checked(WeightTransferEngine[Any, Any]):
     def receive_weights(self, update_info: Any) -> None:
         """Load one bucket with the backend."""
         model = self.model
+        # Backends of vLLM call `self.model.load_weights` and drop its result, the names of filled parameters.
         watched: Any = _Watched(model)
         self.model = watched
         try:
@@ -80,8 +83,10 @@ class Checked(WeightTransferEngine[Any, Any]):
         Raises:
             ValueError: a tensor was not read, or cast to codes of a quantization, or a parameter was not filled.
         """
+        # Before the check, because it also restores the layers that got no tensors.
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied(self.model)
+        # Both directions: a renamed tensor is unread, and its parameter unfilled.
         problems = [f"not read: {name}" for name in self._unread]
         problems += [f"not filled: {name}" for name in sorted(self._expected - self._loaded)]
         problems += self._casts

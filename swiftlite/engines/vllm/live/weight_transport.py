@@ -136,6 +136,7 @@ class Nccl:
             rank=0,
             master_address=self._address,
             master_port=get_open_port(),
+            # This process and all workers.
             world_size=1 + self._num_workers,
             packed_buffer_size_bytes=_WHOLE_BUCKET,
         )
@@ -169,6 +170,7 @@ class Ipc:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
         gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        # The buffer has exactly the size of the bucket, so that it is sent as one chunk.
         num_bytes = sum(tensor.nbytes for tensor in bucket.values())
         for chunk in packed_ipc_producer(iter(bucket.items()), gpu, lambda item: item[1], num_bytes):
             self._client.update_weights(
@@ -231,6 +233,7 @@ def check_gpus(name: WeightTransport, devices: Sequence[int]) -> None:
     gpu = own_gpu()
     if gpu is None:
         raise UserError(f"weight_transport {name} requires a GPU in this process", "use weight_transport file")
+    # NCCL does not connect two processes on one GPU.
     if name == "nccl" and gpu.index in devices:
         raise UserError(
             f"weight_transport nccl requires two GPUs, but this process and the engine both use GPU {gpu.index}",
