@@ -423,6 +423,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             return [None] * (1 + self.heads.drafts)
         num_sequences = inputs.sequences.size(1)
         if inputs.cu_seqlens is not None:
+            # One more if padding fills the row, which no token belongs to.
             num_sequences = len(inputs.cu_seqlens) - 1
         sequence_KSB = [self._on_this_sequence_rank(sequence_BS.T) for sequence_BS in inputs.sequences]
         return routed_tokens(sequence_KSB, num_sequences, self.heads, inputs.balance)
