@@ -157,6 +157,7 @@ def copy_checkpoints(args: SftArgs) -> AbstractContextManager[Copies | None]:
     """
     shares = ALONE
     if args.checkpoint_store and dist.get_world_size() > 1:
+        # A store, because copies run in a thread, which cannot call collectives.
         shares = Shares(dist.get_rank(), dist.get_world_size(), key_value_store())
     return copies_of(Path(args.output_dir), args.checkpoint_store, args.save_total_limit, shares)
 

@@ -446,6 +446,7 @@ def open_train_batches(run: phases.Run, state: CheckpointState) -> TrainBatches:
     args = run.args
     if open_batches := training_of(args).open_batches:
         return open_batches(run)
+    # Not prefetched: the steps of a stream communicate, and its thread reads ahead.
     if args.streaming:
         streamed = open_streamed_batches(run, state.stream)
         get = with_anchors(streamed.train, args.drafter_anchors, args.seed)

@@ -241,9 +241,11 @@ def loss_of(
         weight_SB: weight of each query.
     """
     outputs = [index.query, index.key, index.weight]
+    # In float32, because many blocks add to the gradient of a key.
     sums = [torch.zeros_like(output, dtype=torch.float32) for output in outputs]
     total = weight_SB.new_zeros(())
     for place, of_place in zip(places, selected, strict=True):
+        # By the one with more heads, whose scores need more memory.
         size = block_size(max(indexer.heads, teacher.query_SBND.size(2)), place)
         first = place.queries.start
         for block in place.blocks(size):

@@ -140,6 +140,7 @@ class _Pass:
             index = self._index(module.indexer, lengths, group)
         if selects and index is not None:
             selected = select(index, places, module.topk)
+            # Only then, because it has `topk` numbers for each token.
             if self.selections.are_shared:
                 self.selections.by_layer[module.layer_number] = selected
         elif selects:
@@ -192,6 +193,7 @@ class _Pass:
         indexer.mean_loss = mean.detach() + (0 if indexer.mean_loss is None else indexer.mean_loss)
         # Times the divisor, by which megatron-core divides all gradients at the end of the step.
         loss = self.module.config.indexer_loss_coeff * tokens.divisor * mean
+        # In a frozen trunk, `out` has no gradient, and a loss that is attached to it would have none either.
         if self.selections.losses is None:
             return MoEAuxLossAutoScaler.apply(out, loss)
         self.selections.losses.append(loss)

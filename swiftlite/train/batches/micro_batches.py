@@ -92,6 +92,7 @@ class Batches:
 
     def rows(self, samples: Sequence[Sample]) -> SampleRows:
         """Return packed rows if the run packs samples into rows; otherwise one row per sample."""
+        # Other kinds of packing pack the samples of a step or of a micro-batch, not those of the dataset.
         if self.plan.packing != "rows":
             return SampleRows(samples, SingleRows(len(samples)))
         multiple = sequence_multiple(self.plan.layout)
