@@ -423,6 +423,7 @@ class GPTModel(AddsGradients, McoreGPTModel):
             return [None] * (1 + self.heads.drafts)
         num_sequences = inputs.sequences.size(1)
         if inputs.cu_seqlens is not None:
+            # One more if padding fills the row, which no token belongs to.
             num_sequences = len(inputs.cu_seqlens) - 1
         sequence_KSB = [self._on_this_sequence_rank(sequence_BS.T) for sequence_BS in inputs.sequences]
         return routed_tokens(sequence_KSB, num_sequences, self.heads, inputs.balance)
@@ -731,7 +732,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _embedding_multiplier(outside: Outside, dtype: torch.dtype) -> float:
-    # Rounded like the buffer of transformers' embedding module: in bfloat16, 55.4256 (Gemma 3, 3072 ** 0.5) is 55.5.
+    # Rounded like the buffer of transformers' embedding module: in bfloat16, 50.596 (2560 ** 0.5, Gemma 3 4B) is 50.5.
     if outside.multiplies_in_embedding:
         return torch.tensor(outside.embedding_multiplier, dtype=dtype).item()
     return outside.embedding_multiplier

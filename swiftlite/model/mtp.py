@@ -127,7 +127,7 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         context: AbstractContextManager = nullcontext()
         if self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed:
             context = get_fp8_context(self.config)
-        # As an argument of the checkpoint, so that its gradients are summed as without recomputation (`with_weight`).
+        # The weight of a shared norm is an argument, so that its gradients are summed as without recomputation.
         norm = self.final_layernorm
         if isinstance(norm, SharedNorm):
             forward = partial(norm.with_weight, forward)

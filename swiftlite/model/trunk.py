@@ -426,6 +426,7 @@ class StreamedTrunk:
         found = {}
 
         def hash_layer(number: int, read: _ReadLayer) -> None:
+            # By their memory, because `pairs` has no names.
             contents = {tensor.data_ptr(): content for tensor, content in read.pairs}
             for name, parameter in read.layer.named_parameters():
                 found[f"decoder.layers.{number}.{name}"] = hash_tensor(contents[parameter.data_ptr()])

@@ -149,6 +149,7 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     check_profile_steps(args, schedule)
 
     checkpoint = phases.checkpoint_to_resume(args)
+    # After the choice of the checkpoint, which ranks with another file system may not have.
     phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(data, tokenizer)
     phases.check_same_data(args, checkpoint, data_state, data)
@@ -381,6 +382,7 @@ def make_trainer(
     checkpointer.clean_up()
     metric_loggers = []
     if run.is_first_rank:
+        # Trackers can be services, which must not get the keys in options.
         config = redact(asdict(args))
         metric_loggers = open_metric_loggers(
             run.output_dir, state.step, run.schedule.steps, args.report_to, config, resumes=args.resume

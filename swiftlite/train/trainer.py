@@ -130,7 +130,7 @@ class Trainer:
             self.restart_clock.start(first)
             if all_reduce_max(int(self.lacks_evaluation), self.mesh) and (stopping := self._evaluate(first, stop)):
                 return stopping
-            # Not in checkpoints: a resumed run derives it from the evaluations of its earlier processes.
+            # Checkpoints do not store an early end: a resumed run derives it from its earlier evaluations.
             self._end_early(first)
             if not self.schedule.steps:
                 self._save(0)

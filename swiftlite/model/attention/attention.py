@@ -465,6 +465,7 @@ def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merg
     slices, start = [], 0
     for segment in segments:
         num_keys = segment.key_end - segment.key_start
+        # Starts of this segment alone, because each slice is a call of its own.
         _, *places = offsets((Segment(segment.num_queries, 0, num_keys),), 1, num_keys, device)
         queries = slice(start, start + segment.num_queries)
         slices.append(merged_attention.Slice(queries, slice(segment.key_start, segment.key_end), tuple(places)))

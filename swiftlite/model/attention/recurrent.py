@@ -182,7 +182,7 @@ class RecurrentAttention(KeepsPrecision, MegatronModule):
             tp_group=self.pg_collection.tp,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        # `conv1d` is a plain torch module, whose weight is in `split`; the others are megatron-core's layers.
+        # Without children whose weights are in `split`, such as `conv1d`; the others describe their own.
         others = [name for name, child in self.named_children() if f"{name}.weight" not in own]
         for name in others:
             child = self.get_submodule(name)

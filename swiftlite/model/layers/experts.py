@@ -115,6 +115,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
         super().__init__(num_local_experts, config, *args, **kwargs)
         first: Any = self.local_experts[0]
         down = first.linear_fc2.weight
+        # Both axes, because the backward pass multiplies by the transposed matrices.
         self.is_aligned = all(size * down.element_size() % ALIGNMENT == 0 for size in down.shape)
         if self.config.bias_activation_fusion:
             self.activation = _fused_swiglu

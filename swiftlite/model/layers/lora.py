@@ -395,6 +395,7 @@ def merge(chunks: Sequence[nn.Module]) -> None:
 @torch.no_grad()
 def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Merge the adapters inside this context. Afterwards the weights are restored from copies, bitwise identical."""
+    # `merge` replaces these by new tensors, so they keep their values.
     taken = [(linear, linear.adapter, linear.weight.data) for linear in _adapted(chunks)]
     try:
         merge(chunks)

@@ -115,6 +115,7 @@ class _Borrower:
 
     def __init__(self, weights: list[torch.Tensor]):
         out_features, in_features = weights[0].shape
+        # Without memory for its weights, which the first call replaces.
         options: dict[str, Any] = {"bias": False, "params_dtype": weights[0].dtype, "device": "meta"}
         self.linear = GroupedLinear(len(weights), in_features, out_features, **options)
 

@@ -50,6 +50,7 @@ def add_gradients_in_place(model: torch.nn.Module, overlap_grad_reduce: bool) ->
     for module in model.modules():
         if isinstance(module, AddsGradients) and (module.works_with_overlap or not overlap_grad_reduce):
             module.add_gradients_in_place()
+    # Then the hook of DistributedDataParallel also starts the communication of a gradient.
     if overlap_grad_reduce:
         return
     for parameter in model.parameters():

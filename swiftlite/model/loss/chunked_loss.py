@@ -224,6 +224,7 @@ def _distance_(
 ) -> Results:
     best_C = logits_CV.argmax(dim=-1) if group is None else None
     wide_CV = logits_CV.float()
+    # Float32 logits are not copied by `float`, so their largest values are found before.
     loss_C = compare_(wide_CV, trunk_CV.float(), distance, group, beta)
     if overlap_C is not None:
         overlap_C.copy_(overlap_of(distance, loss_C, wide_CV, group))
@@ -451,6 +452,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_NH, states_NH = ctx.saved_tensors
+        # The gradient of the loss of a position is its weight.
         share_N1 = grad_outputs[0][:, None]
         if grad_NH is not None:
             grad_NH = _over_ranks((grad_NH * share_N1).to(grad_NH.dtype), ctx.logits.group)
@@ -481,7 +483,7 @@ def _sum_of_matrix(weight_VH: torch.Tensor) -> tuple[torch.Tensor, bool]:
     main_grad_VH: Any = getattr(weight_VH, "main_grad", None)
     if main_grad_VH is not None and main_grad_VH.dtype == torch.float32:
         return main_grad_VH, True
-    # Over chunks, sums in bfloat16 would lose small terms, so others are converted once, at the end.
+    # A sum over chunks in bfloat16 would lose small terms, so it is float32, and converted once at the end.
     return torch.zeros_like(weight_VH, dtype=torch.float32), False
 
 

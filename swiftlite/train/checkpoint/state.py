@@ -122,6 +122,7 @@ class CheckpointState:
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}", USE_ANOTHER) from None
         number = checkpoint.name.removeprefix("checkpoint-")
+        # Only of names like that of a run's own checkpoint: a copy can have any other name.
         if number.isdigit() and number != checkpoint.name and int(number) != state.step:
             raise UserError(f"{path} is damaged: it has step {state.step}, its directory {number}", USE_ANOTHER)
         return state

@@ -117,6 +117,7 @@ def send(tensor: torch.Tensor | None, source: int, target: int, like: torch.Tens
     """
     if tensor is not None:
         like.copy_(tensor)
+    # Without labels nothing is sent, as both sides know.
     if source != target and like.numel():
         if dist.get_rank() == source:
             dist.send(like, target)

@@ -86,7 +86,7 @@ def mean_over_labels(
     losses: Losses, *, batch: Batch, coefficients: Sequence[float], mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `total_loss`, the trunk's number of targets and the statistics of one micro-batch."""
-    # Of this rank's part of the rows: `finalize_model_grads` sums the numbers over data- and context-parallel ranks.
+    # Of this rank's part of the rows: `finalize_gradients` sums the numbers over data- and context-parallel ranks.
     num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
     sums = statistics.depth_sums(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
     # Integers, because the schedules add them to an int32 total in place (`total_num_tokens` of schedules.py).
