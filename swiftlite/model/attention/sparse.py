@@ -193,9 +193,9 @@ class _Pass:
         indexer.mean_loss = mean.detach() + (0 if indexer.mean_loss is None else indexer.mean_loss)
         # Times the divisor, by which megatron-core divides all gradients at the end of the step.
         loss = self.module.config.indexer_loss_coeff * tokens.divisor * mean
-        # In a frozen trunk, `out` has no gradient, and a loss that is attached to it would have none either.
         if self.selections.losses is None:
             return MoEAuxLossAutoScaler.apply(out, loss)
+        # In a frozen trunk, `out` has no gradient, and a loss that is attached to it would have none either.
         self.selections.losses.append(loss)
         return out
 
