@@ -471,9 +471,7 @@ class Gemma4Layer(gemma4.Gemma4DecoderLayer):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        scalar = self.layer_scalar
-        del self.layer_scalar
-        self.layer_scalar = nn.Parameter(scalar, requires_grad=False)
+        self.layer_scalar = nn.Parameter(self.layer_scalar, requires_grad=False)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the output [T, H]."""
