@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from swiftlite.args.command_line import shell_line
 from swiftlite.args.commands import PlanArgs, SftArgs
 from swiftlite.base.heads import MTP
 from swiftlite.cli.memory_tables import GB, MemoryTable, memory_tables
@@ -65,10 +66,9 @@ def _cached_trunk(hf_config: HfConfig, setup: Setup) -> str:
         training_flops(hf_config, setup.heads, heads_only=True, trunk_is_read=is_read).per_token
         for is_read in (False, True)
     )
-    drafting = FAMILIES[hf_config["model_type"]].mtp.drafting
-    num_states = 1
-    if drafting.takes_before_norm:  # these heads read other states than the loss
-        num_states = 2
+    drafting = FAMILIES[hf_config["model_type"]].drafting_of(hf_config, setup.heads)
+    # Of the loss, of heads that read the state before the final norm, and of each layer that a drafter reads.
+    num_states = 1 + drafting.takes_before_norm + len(setup.heads.features)
     gigabytes = 1e6 * architecture_of(hf_config).outside.hidden * setup.parameter_bytes / GB
     outputs = ""
     if setup.images is not None:
@@ -147,15 +147,21 @@ def _suggestion(run: SftArgs, facts: Facts, setup: Setup, gpu_memory_gb: float) 
         most = setup.num_gpus << LARGEST_DOUBLING
         smaller = "a smaller --max_length or --micro_batch_size, --mtp_mode heads_only or --tuner_type lora"
         return f"    no layout fits on up to {most} GPUs; use {smaller}"
-    flags = []
+    flags, removed = [], []
     for part in (better.layout, better.recompute):
         default = type(part)()
-        flags += [f"--{name} {value}" for name, value in vars(part).items() if value != getattr(default, name)]
+        for name, value in vars(part).items():
+            if value != getattr(default, name):
+                flags.append(f"--{name} {shell_line(value)}")
+            elif getattr(run, name) != value:
+                removed.append(f"--{name}")
     if better.use_distributed_optimizer:
         flags.append("--use_distributed_optimizer true")
+    words = " ".join(flags)
+    if removed:
+        words += f", without {' and '.join(removed)}"
     total = max(table.peak for table in tables(better))
     gpus = f"{better.num_gpus} GPUs"
     if better.num_gpus == setup.num_gpus:
         gpus = "the same GPUs"
-    words = " ".join(flags).replace("True", "true")
     return f"    fits with {total / GB:.1f} GB, on {gpus}: {words}"

@@ -171,6 +171,23 @@ def test_the_suggestion_fits_when_it_is_typed(model, capsys):
     assert mentions(lines[-1], "55.5 GB 0 73.6 8% 80")
 
 
+def test_a_suggestion_names_the_options_to_remove(model, capsys):
+    _, lines = plan(
+        capsys,
+        model=model,
+        num_gpus=2,
+        pipeline_model_parallel_size=2,
+        decoder_first_pipeline_num_layers=20,
+        recompute_granularity="selective",
+        recompute_modules=["core_attn", "mlp"],
+        gpu_memory_gb=30.0,
+    )
+    (line,) = (line for line in lines if line.lstrip().startswith("fits with"))
+    flags, _, removed = line.partition(", without ")
+    assert mentions(flags, "--decoder_first_pipeline_num_layers 20 --recompute_granularity full")
+    assert removed == "--recompute_modules"
+
+
 def test_a_line_for_every_stage(model, capsys):
     code, lines = plan(
         capsys,
@@ -215,6 +232,8 @@ def test_heads_alone(model, capsys):
     # 4,096 channels of 2 bytes. Per token a trunk of 6.9e9 parameters forward, and the heads' part three times: a layer
     # and a projection, 2.3e8, and twice 32,768 words, 1.3e8.
     assert mentions(lines[-2], "--cache_trunk_states 8.19 GB 11%")
+    _, drafter = plan(capsys, model=model, drafter="eagle3", mtp_mode="heads_only")
+    assert any(mentions(line, "--cache_trunk_states 32.77 GB") for line in drafter)  # it reads three layers more
     # 36 layers of 1.93e8 parameters of 2 bytes; 3 groups of 4 GB and 2 checks; 1.51e10 FLOPs per token at 62 %.
     assert mentions(lines[-1], "--stream_trunk 13.9 5 1.5e+16 25 1")
     _, lines = plan(capsys, model=model, mtp_num_layers=1, mtp_mode="heads_only", stream_trunk_gb=8.2)

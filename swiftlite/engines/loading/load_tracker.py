@@ -29,9 +29,8 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 """The operation of `Tensor.item()`, with which SGLang reads a tensor of one number before it fills the parameter."""
 
 CARRIED = ("visual.",)
-"""Name prefixes, in vLLM and SGLang, of parameters outside of the language model (Qwen3.5's vision tower). Training
-does not change these parameters (`Family.is_carried`). They are therefore not transferred, and the engine keeps its
-values.
+"""Name prefixes, in vLLM and SGLang, of parameters outside of the language model (Qwen3.5's vision tower). A transfer
+may lack them: if training does not change them (`--freeze_vit`), they are not sent, and the engine keeps its values.
 """
 
 Part = tuple[int, torch.Size, tuple[int, ...]]

@@ -40,7 +40,7 @@ def trunk_problem(model: HfModel) -> str | None:
     groups = {kind.groups for kind in kinds if isinstance(kind, Mamba2)}
     if groups <= {MAMBA_GROUPS}:
         return None
-    return f"SGLang takes {MAMBA_GROUPS} for n_groups, but config.json has {groups.pop()}"
+    return f"SGLang takes {MAMBA_GROUPS} for n_groups, but config.json has {max(groups - {MAMBA_GROUPS})}"
 
 
 def check_trunk(model: HfModel) -> None:

@@ -90,10 +90,12 @@ def take(
         else:
             if transfer.kept:
                 transfer.load(model, transfer.kept)
-            # Before the check, so that a failed transfer leaves nothing behind that `load_at_once` would see.
+            # After the load, during which `load_at_once` must see the transfer.
             del _transfers[model]
             if problems := transfer.problems(model, word):
                 return False, f"{type(model).__name__}:\n  " + "\n  ".join(problems)
     except Exception as error:  # any error of a model's loader
+        # A failed transfer leaves nothing behind that the next one or `load_at_once` would see.
+        _transfers.pop(model, None)
         return False, f"{type(model).__name__}: {error}"
     return True, "Success"

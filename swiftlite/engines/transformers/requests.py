@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from swiftlite.engines.engine import Sampling
 
 GREEDY = 1e-5
-"""Smaller temperatures are 0, as in vLLM: logits divided by them would be infinite."""
+"""Smaller temperatures are 0: logits divided by them would be infinite."""
 WITHOUT_EFFECT = {
     "metadata",
     "prompt_cache_key",
@@ -94,7 +94,7 @@ class CompletionRequest(Request):
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
     echo: bool | None = None
-    logprobs: int | bool | None = None
+    logprobs: int | None = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

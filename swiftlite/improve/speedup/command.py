@@ -149,7 +149,7 @@ class _Speedup:
         reason = ENGINES[self._args.infer_backend].why_no_drafter(self._model.family, self._model.config, CANDIDATE)
         if self._model.heads.layers:
             reason = "--model has heads already"
-        elif self._total < budget.MIN_FOR_TWO:
+        elif not reason and self._total < budget.MIN_FOR_TWO:
             reason = f"--budget {self._args.budget} is too small for two drafters, use {budget.MIN_FOR_TWO / 60:.0f}m"
         if reason:
             logger.info("--drafter auto: MTP heads, without a comparison with %s: %s", CANDIDATE, reason)
