@@ -23,15 +23,19 @@ WITHOUT_EFFECT = {
     "user",
 }
 """Fields that do not change an answer."""
-DEFAULTS = {"add_generation_prompt": True, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "auto"}
+DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "best_of": 1, "response_format": {"type": "text"}}
 """Values of other fields that request what the server does anyway, as empty values and 0 do."""
+TOOL_CHOICES = ("auto", "none")
+"""Values of `tool_choice` that do not force a call: the server returns calls as text."""
 INSTEAD = {
-    "chat_template_kwargs": "; it is an option of the server",
-    "logprobs": "; /v1/completions supports it",
-    "echo": "; /v1/completions supports it",
+    "chat_template_kwargs": "it is an option of the server",
+    "logprobs": "/v1/completions supports it",
+    "echo": "/v1/completions supports it",
 }
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[int], Field(min_length=1)]
 
 
 class Request(BaseModel):
@@ -47,7 +51,8 @@ class Request(BaseModel):
     top_k: int | None = None
     """0 and vLLM's -1 are all tokens."""
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    # Logits divided by a smaller one could be infinite.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
     n: Literal[1] | None = None
@@ -56,8 +61,10 @@ class Request(BaseModel):
     def _has_no_other_field(self) -> Self:
         others = self.model_extra or {}
         for name in others.keys() - WITHOUT_EFFECT:
+            if name == "tool_choice" and others[name] in TOOL_CHOICES:
+                continue
             if others[name] and others[name] != DEFAULTS.get(name):
-                raise ValueError(f"{name} is not supported here{INSTEAD.get(name, '')}")
+                raise ValueError(f"{name} is not supported here; {INSTEAD.get(name, 'omit it')}")
         return self
 
     def sampling(self, max_tokens: int, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -92,9 +99,10 @@ class Request(BaseModel):
 class CompletionRequest(Request):
     """A request to /v1/completions; a prompt is a text or tokens."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
+    prompt: Text | Tokens | Annotated[list[Text] | list[Tokens], Field(min_length=1)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    """Not None: also return log-probabilities, each with one alternative."""
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -131,8 +139,12 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 def describe(error: ValidationError) -> str:
     """Return the first problem of an invalid request in one line."""
     first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
-        return first["msg"]
+        return "the request is not a JSON object" if first["type"] == "model_type" else message
+    name = first["loc"][0]
     if first["type"] == "missing":
-        return f"{first['loc'][0]}: {first['msg']}"
-    return f"{first['loc'][0]} {first['input']!r:.200}: {first['msg']}"
+        return f"{name} is missing"
+    if name == "prompt":
+        return "prompt is not a text or a list of tokens, or several of them; none may be empty"
+    return f"{name} {first['input']!r:.200}: {message}"

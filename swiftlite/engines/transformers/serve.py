@@ -101,11 +101,8 @@ class Service:
         if request.model not in (None, self._name):
             raise ValueError(f"model {request.model!r} is not served; this server has {self._name!r}")
         begin = time.perf_counter()
-        # One request at a time: hooks of the engine would collect the states of all of them (engine.py: _states).
-        async with self._turn:
-            sampling = request.sampling(max_tokens, self._stops)
-            # In a thread, so that the server answers /health and /metrics while it generates.
-            (completion,) = await asyncio.to_thread(self._engine.generate, [ids], sampling)
+        sampling = request.sampling(max_tokens, self._stops)
+        (completion,) = await self._in_turn(self._engine.generate, [ids], sampling)
         seconds = time.perf_counter() - begin
         self._throughput = Throughput(
             self._throughput.tokens + len(completion.token_ids), self._throughput.seconds + seconds
@@ -124,14 +121,26 @@ class Service:
             "log_p": completion.log_p,
         }
 
+    async def _in_turn(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a function of the engine, which computes one at a time."""
+        # One request at a time: hooks of the engine would collect the states of all of them (engine.py: _states).
+        async with self._turn:
+            # In a thread, so that the server answers /health and /metrics while it generates.
+            work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:  # the client has disconnected
+                # A thread cannot be stopped, and the next turn must not begin before it has ended.
+                await asyncio.wait([work])
+                raise
+
     async def _log_probabilities(self, ids: list[int], choice: dict[str, Any], *, is_echo: bool) -> dict[str, Any]:
         """Return the log-probabilities of the tokens and, for a prompt, of the most likely tokens at their places."""
         own: list[float | None] = list(choice["log_p"])
         names: list[Any] = list(self._template.tokenizer.convert_ids_to_tokens(choice["ids"]))
         top: list[dict[str, float | None] | None] = [{name: value} for name, value in zip(names, own, strict=True)]
         if is_echo:
-            async with self._turn:
-                likely, of_likely, of_prompt = await asyncio.to_thread(self._engine.prompt_log_p, ids)
+            likely, of_likely, of_prompt = await self._in_turn(self._engine.prompt_log_p, ids)
             tokens: list[Any] = list(self._template.tokenizer.convert_ids_to_tokens(ids))
             best: list[Any] = list(self._template.tokenizer.convert_ids_to_tokens(likely))
             at_places = zip(tokens[1:], of_prompt, best, of_likely, strict=True)
@@ -157,7 +166,7 @@ def _checked(kind: type[AnyRequest], answer: Callable[[AnyRequest], Awaitable[di
             return web.json_response(await answer(content))
         except ValidationError as error:
             problem = describe(error)
-        except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (UserError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             problem = str(error) or type(error).__name__
         return web.json_response({"error": {"message": problem, "type": "invalid_request_error"}}, status=400)
 
@@ -189,7 +198,9 @@ def main(argv: list[str]) -> None:
         ngrams=ngrams_of(args.speculative),
     )
     service = Service(TransformersEngine(config), template, args.served_model_name, model)
-    web.run_app(service.app(), host=args.host, port=args.port, print=None, handle_signals=True)
+    app = service.app()
+    # A request whose client has disconnected ends after the prompt that is being completed.
+    web.run_app(app, host=args.host, port=args.port, print=None, handle_signals=True, handler_cancellation=True)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from aiohttp import ClientTimeout
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoModelForCausalLM
 
@@ -185,10 +187,15 @@ def test_a_stop_text_ends_an_answer(model):
         ({"prompt": PROMPT, "min_p": -1}, "min_p"),
         ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty"),
         *(({"prompt": PROMPT, "n": value}, "n ") for value in (3, "1", 0)),
-        *(({"prompt": value}, "prompt") for value in (7, "", [[]], ["a", 5], [[5, 9], "a"], [1.5], [True], {"a": 1})),
+        *(
+            ({"prompt": value}, "prompt")
+            for value in (7, "", [""], [[]], ["a", 5], [[5], "a"], [1.5], [True], {"a": 1})
+        ),
         *(({"prompt": PROMPT, "temperature": value}, "temperature") for value in ("0", True, [1], float("nan"), 1e9)),
         *(({"prompt": PROMPT, "stop": value}, "stop") for value in ({}, 5, [5], {"a": "b"})),
         *(({"prompt": PROMPT, name: "0"}, name) for name in ("top_k", "top_p", "min_p", "echo", "logprobs")),
+        *(({"prompt": PROMPT, "logprobs": value}, "logprobs") for value in (False, -1, 2)),
+        ({"prompt": PROMPT, "repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"prompt": PROMPT, "chat_template_kwargs": {"a": 1}}, "option of the server"),
     ],
 )
@@ -200,6 +207,7 @@ def test_invalid_requests_are_refused(model, content, word):
 
 def test_fields_that_ask_for_nothing_else_are_accepted(model):
     fields: dict[str, Any] = {**DEFAULTS, "stream": False, "logit_bias": {}, "frequency_penalty": 0, "user": "me"}
+    fields["tool_choice"] = "none"
     status, found = answer(model, "/v1/completions", prompt=PROMPT, max_tokens=2, **fields)
     assert status == 200, found
 
@@ -227,3 +235,41 @@ def test_routes_of_the_server(model):
     health, models, other = with_client(model, use)
     assert (health, other) == (200, 404)
     assert [each["id"] for each in models["data"]] == ["tiny"]
+
+
+def test_a_client_that_disconnects_ends_its_request(model):
+    """The prompt that is being completed is the last one of the request, and the next request waits for its end."""
+    engine = engine_of(model)
+    completed = []
+    generate = engine.generate
+
+    def generate_slowly(prompts: Any, sampling: Sampling) -> Any:
+        time.sleep(0.3)
+        completed.append(prompts)
+        return generate(prompts, sampling)
+
+    engine.generate = generate_slowly  # type: ignore[method-assign]
+    template = ChatTemplate(load_tokenizer(model.directory))
+    service = Service(engine, template, "tiny", model)
+    request: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
+    many = {"prompt": [PROMPT] * 50, **request}
+
+    async def use() -> int:
+        async with TestClient(TestServer(service.app())) as client:
+            with pytest.raises(asyncio.TimeoutError):
+                await client.post("/v1/completions", json=many, timeout=ClientTimeout(0.1))
+            async with client.post("/v1/completions", json={"prompt": PROMPT, **request}) as response:
+                return response.status
+
+    assert asyncio.run(use()) == 200
+    assert len(completed) == 2
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=foo", "text/plain"])
+def test_other_content_types(model, content_type):
+    async def use(client: TestClient) -> int:
+        headers = {"Content-Type": content_type}
+        async with client.post("/v1/completions", data=json.dumps({"prompt": PROMPT}), headers=headers) as response:
+            return response.status
+
+    assert with_client(model, use) in (200, 400)
