@@ -22,6 +22,12 @@ def shell_line(value: Any) -> str:
     return str(value)
 
 
+def typed(name: str, value: Any) -> str:
+    """Return an option with its value as it is typed in a shell."""
+    text = shlex.quote(value) if isinstance(value, str) else shell_line(value)
+    return f"--{name} {text}"
+
+
 def command_line(command: str, args_class: type, values: Mapping[str, Any], always: Collection[str] = ()) -> str:
     """Return the command line that sets these options, with *** for keys and tokens.
 

@@ -2,10 +2,9 @@
 options.
 """
 
-import shlex
 from operator import itemgetter
 
-from swiftlite.args.command_line import shell_line
+from swiftlite.args.command_line import typed
 from swiftlite.args.commands import PlanArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.base.errors import UserError
@@ -70,7 +69,7 @@ def report_layouts(args: PlanArgs, run: SftArgs, facts: Facts) -> bool:
     step = shown[0].step
     print(f"\nfirst layout: {step.tokens_per_step} tokens in {step.seconds.total:.3f} s")
     print(text_table(_arithmetic(shown[0], gpu), indent="  "))
-    print(f"\n  swiftlite megatron sft --model {shlex.quote(shell_line(run.model))} ... {_flags(shown[0].args)}")
+    print(f"\n  swiftlite megatron sft {typed('model', run.model)} ... {_flags(shown[0].args)}")
     return True
 
 
@@ -166,7 +165,7 @@ def _peak(candidate: Candidate, gpu: Gpu) -> str:
 def _flags(args: SftArgs) -> str:
     """Return the options of megatron sft for this layout."""
     names = [name for name in changed(args, options(SftArgs)) if name not in ("model", "global_batch_size")]
-    flags = [f"--{name} {shell_line(getattr(args, name))}" for name in names]
+    flags = [typed(name, getattr(args, name)) for name in names]
     return " ".join([*flags, f"--global_batch_size {args.global_batch_size}"])
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from swiftlite.args.command_line import shell_line
+from swiftlite.args.command_line import typed
 from swiftlite.args.commands import PlanArgs, SftArgs
+from swiftlite.args.docs import unsupported
 from swiftlite.base.heads import MTP
 from swiftlite.cli.memory_tables import GB, MemoryTable, memory_tables
 from swiftlite.families.family import HfConfig
@@ -145,14 +146,13 @@ def _suggestion(run: SftArgs, facts: Facts, setup: Setup, gpu_memory_gb: float) 
     better = suggest(facts.hf_config, setup, gpu_memory_gb, others_fit)
     if better is None:
         most = setup.num_gpus << LARGEST_DOUBLING
-        smaller = "a smaller --max_length or --micro_batch_size, --mtp_mode heads_only or --tuner_type lora"
-        return f"    no layout fits on up to {most} GPUs; use {smaller}"
+        return f"    no layout fits on up to {most} GPUs; use {_smaller(run)}"
     flags, removed = [], []
     for part in (better.layout, better.recompute):
         default = type(part)()
         for name, value in vars(part).items():
             if value != getattr(default, name):
-                flags.append(f"--{name} {shell_line(value)}")
+                flags.append(typed(name, value))
             elif getattr(run, name) != value:
                 removed.append(f"--{name}")
     if better.use_distributed_optimizer:
@@ -165,3 +165,15 @@ def _suggestion(run: SftArgs, facts: Facts, setup: Setup, gpu_memory_gb: float) 
     if better.num_gpus == setup.num_gpus:
         gpus = "the same GPUs"
     return f"    fits with {total / GB:.1f} GB, on {gpus}: {words}"
+
+
+def _smaller(run: SftArgs) -> str:
+    """Return the options with which a run needs less memory, without those that it has or that its command lacks."""
+    smaller = "a smaller --max_length"
+    if run.micro_batch_size > 1:
+        smaller += " or --micro_batch_size"
+    if run.mtp_mode != "heads_only" and "mtp_mode" not in unsupported(type(run)):
+        smaller += ", --mtp_mode heads_only"
+    if run.tuner_type != "lora" and run.mtp_mode != "heads_only":
+        smaller += ", --tuner_type lora"
+    return smaller

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,30 @@ def test_a_suggestion_names_the_options_to_remove(model, capsys):
     flags, _, removed = line.partition(", without ")
     assert mentions(flags, "--decoder_first_pipeline_num_layers 20 --recompute_granularity full")
     assert removed == "--recompute_modules"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"micro_batch_size": 2}, {"--max_length", "--micro_batch_size", "--mtp_mode", "--tuner_type"}),
+        ({"loss_type": "sigmoid"}, {"--max_length", "--tuner_type"}),
+        ({"tuner_type": "lora"}, {"--max_length", "--mtp_mode"}),
+        ({"mtp_mode": "heads_only"}, {"--max_length"}),
+    ],
+)
+def test_a_run_that_fits_nowhere_can_be_smaller(model, capsys, options, expected):
+    _, lines = plan(capsys, model=model, gpu_memory_gb=0.02, **options)
+    (line,) = (line for line in lines if "1024 GPUs" in line)
+    flags = {word.strip(",") for word in line.split() if word.startswith("--")}
+    assert flags == expected
+
+
+def test_a_suggestion_can_be_pasted(model, capsys):
+    stages = "Et*9|t*9|t*9|t*9L"
+    options = {"num_gpus": 2, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": stages}
+    _, lines = plan(capsys, model=model, gpu_memory_gb=40.0, **options)
+    (line,) = (line for line in lines if line.lstrip().startswith("fits with"))
+    assert stages in shlex.split(line)
 
 
 def test_a_line_for_every_stage(model, capsys):
