@@ -94,7 +94,7 @@ SIZES |= {
     "hy_v3": EXPERTS | {"expert_hidden_dim": 128},
 }
 # SGLang builds linear attention on GPUs only. Widths of layers with Mamba-2 do not consist of whole blocks.
-WITHOUT_SCALES = ("llama", "mistral")
+WITHOUT_SCALES = ("llama", "mistral", "phi3", "smollm3")
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """`packed_modules_mapping` of SGLang's classes."""
 METHODS: dict[str, dict[str, Any]] = {
