@@ -139,14 +139,16 @@ def _suggestion(run: SftArgs, facts: Facts, setup: Setup, gpu_memory_gb: float) 
     def others_fit(candidate: Setup) -> bool:
         try:
             others = tables(candidate)[1:]
-        except ValueError:  # of `decoder_layers_per_stage`: another model has layers that these stages cannot divide
+        except ValueError:  # another model of the run does not support the layout that this one gives it
             return False
         return all(table.peak <= memory.usable_bytes(gpu_memory_gb) for table in others)
 
     better = suggest(facts.hf_config, setup, gpu_memory_gb, others_fit)
     if better is None:
         most = setup.num_gpus << LARGEST_DOUBLING
-        return f"    no layout fits on up to {most} GPUs; use {_smaller(run)}"
+        if suggest(facts.hf_config, setup, gpu_memory_gb) is None:
+            return f"    no layout fits on up to {most} GPUs; use {_smaller(run)}"
+        return f"    no layout fits on up to {most} GPUs with the other models and the engine of the run, see below"
     flags, removed = [], []
     for part in (better.layout, better.recompute):
         default = type(part)()

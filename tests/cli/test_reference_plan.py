@@ -45,6 +45,8 @@ def test_both_models_by_stage(capsys, model):  # noqa: F811
         ({"loss_type": "sigmoid", "num_gpus": 8, "ref_tensor_model_parallel_size": 1}, 30.0),
         ({"max_completion_length": 256, "beta": 0.1}, 60.0),
         ({"max_completion_length": 256, "beta": 0.1, "ref_model": "shorter"}, 48.0),
+        # With two pipeline stages, the reference model would need four GPUs.
+        ({"max_completion_length": 256, "beta": 0.1, "num_gpus": 2, "ref_tensor_model_parallel_size": 2}, 80.0),
     ],
 )
 def test_a_suggestion_fits_with_the_models_next_to_the_trained_one(capsys, tmp_path, options, gpu_memory_gb):

@@ -51,6 +51,15 @@ def test_the_engine_is_added_to_the_trainer(capsys, model):  # noqa: F811
     assert mentions(lines[-1], "--max_batch_size --max_length")
 
 
+def test_an_engine_that_fits_in_no_layout(capsys, model):  # noqa: F811
+    """The training step would fit, so the options that make it smaller are not the ones to change."""
+    code, lines = plan(capsys, model=model, gpu_memory_gb=20.0, **ROLLOUTS)
+    assert code == 1
+    (line,) = (line for line in lines if "1024 GPUs" in line)
+    assert "--" not in line
+    assert mentions(lines[-1], "--max_batch_size --max_length")
+
+
 def test_an_engine_that_sleeps_is_counted_while_it_draws(capsys, model):  # noqa: F811
     """Then the trainer has no activations, and the engine has no memory while the trainer trains."""
 

@@ -27,7 +27,7 @@ from swiftlite.plan.cost.memory import StageMemory, estimate
 from swiftlite.plan.cost.setup import Setup
 from swiftlite.plan.distillation import teacher_layout
 from swiftlite.plan.facts import read_hf_config
-from swiftlite.plan.layout import ranks_of
+from swiftlite.plan.layout import layout_problems, process_problems, ranks_of
 from swiftlite.plan.policy import reward_layout, reward_models_on_ranks
 from swiftlite.plan.preference import reference_layout
 
@@ -64,8 +64,14 @@ def frozen_parts(
         setup: setup of the trained model.
         layout, config: layout and config.json of the frozen model.
         size: bytes by which parts are compared.
+
+    Raises:
+        ValueError: the model does not support the layout, or there are too few ranks for it.
     """
     num_ranks = len(ranks_of(layout, setup.num_gpus))
+    problems = [*process_problems(layout, num_ranks), *layout_problems(layout, architecture_of(config), 0)]
+    if problems:  # of a layout that is only tried; the rules have checked that of the run
+        raise ValueError(problems[0][0])
     frozen = dataclasses.replace(
         setup,
         layout=layout,
