@@ -183,7 +183,7 @@ class MonitoringArgs:
     """Monitoring"""
 
     server: str | None = None
-    """Instead, read the draft counters of a running vLLM server at this address, such as http://127.0.0.1:8000, add
+    """Instead, read the draft counters of a running server of vLLM, llama.cpp or transformers at this address, add
     them to acceptance_over_time.jsonl, and report the acceptance between readings. With --tasks: the server of
     --model that answers."""
     since: str | None = None
