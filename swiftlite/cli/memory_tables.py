@@ -12,6 +12,7 @@ from swiftlite.methods.index import method_of
 from swiftlite.plan.cost import memory
 from swiftlite.plan.cost.frozen_memory import (
     before_first_step,
+    bytes_of_reward_process,
     frozen_weights,
     reference_parts,
     reward_configs,
@@ -141,6 +142,8 @@ def _frozen(args: GrpoArgs | GkdArgs, facts: Facts, setup: Setup) -> dict[str, l
         frozen["teacher"] = teacher_weights(args, setup, facts.described("teacher_model")[1])
     if isinstance(args, GrpoArgs) and (configs := reward_configs(args)):
         frozen["reward"] = reward_weights(args, setup, configs)
+    elif isinstance(args, GrpoArgs) and facts.machine.is_cuda and (size := bytes_of_reward_process(args)):
+        frozen["reward"] = [size, *[0] * (setup.layout.pipeline_model_parallel_size - 1)]
     return frozen
 
 

@@ -104,6 +104,18 @@ def test_the_reference_beside_a_server_of_rollouts_is_counted(capsys, model):  #
     assert total == pytest.approx(trained + reference, abs=0.02)
 
 
+def test_reward_models_without_a_layout_are_on_the_first_gpu(capsys, tmp_path, model):  # noqa: F811
+    """The process of the reward functions loads them."""
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "model.safetensors").write_bytes(b"\0" * 50_000_000)
+    options = {"reward_model": [str(tmp_path / "judge")], "num_gpus": 2, "pipeline_model_parallel_size": 2}
+    _, lines = plan(capsys, model=model, gpu_memory_gb=400.0, **ROLLOUTS, **options)
+    (stage,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["stage", "model", "reward"])
+    assert [line.split()[2] for line in lines[stage + 1 : stage + 3]] == ["0.05", "0.00"]
+    (trainer,) = (number for number, line in enumerate(lines) if line.split()[:1] == ["trainer"])
+    assert lines[trainer + 1].split()[3] == "0.05"
+
+
 @pytest.mark.parametrize(("stages", "of_reward"), [(1, 1), (2, None), (2, 1)])
 def test_reward_models_with_a_layout_are_added_to_every_stage(capsys, tmp_path, stages, of_reward):
     policy, judge = (str(make_tiny_hf(tmp_path / name, "qwen3", depth=0)) for name in ("policy", "judge"))

@@ -119,8 +119,18 @@ def reward_configs(args: GrpoArgs) -> list[HfConfig]:
     return [read_hf_config(Path(directory).expanduser()) for directory in reward_models_on_ranks(args)]
 
 
+def bytes_of_reward_process(args: GrpoArgs) -> int:
+    """Return the bytes of the reward models that the process of the reward functions loads, in the dtypes of their
+    files, on the GPU of the first rank (`rewards/classifier.py`).
+    """
+    if args.rollouts_from or reward_models_on_ranks(args):
+        return 0
+    files = [file for directory in args.reward_model for file in Path(directory).expanduser().glob("*.safetensors")]
+    return sum(file.stat().st_size for file in files)
+
+
 def reward_weights(args: GrpoArgs, setup: Setup, configs: Sequence[HfConfig]) -> list[int]:
-    """Return the bytes of the weights of all reward models, as `frozen_weights`.
+    """Return the bytes of the weights of the reward models on the ranks, as `frozen_weights`.
 
     Args:
         configs: config.json of each of them.
