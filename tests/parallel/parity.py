@@ -142,7 +142,7 @@ class Result:
     weights: dict[str, torch.Tensor]
     """Weights after the last step, by HF name."""
     first_changes: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What Adam makes of `gradients`, without weight decay, by HF name."""
+    """What Adam makes of `gradients` in a first step, without weight decay, by HF name."""
 
 
 def make_model(directory: Path, family: str, depth: int = 1, tied: bool = False, **config: Any) -> Path:
@@ -198,7 +198,10 @@ def run_each(jobs: Mapping[int, Mapping[Key, Job]], launch: Callable[..., list[A
 
 
 def first_changes(job: Job, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the changes that the first step of Adam makes in the weights, without weight decay."""
+    """Return the changes that the first step of Adam makes in the weights, without weight decay; empty for a resumed
+    run, whose moments are not 0."""
+    if job.resume:
+        return {}
     args = job.args(0)
     assert args.lr is not None  # OPTIONS contain it
     return {key: -args.lr * tensor / (tensor.abs() + args.adam_eps) for key, tensor in gradients.items()}

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_the_base_is_hashed_by_all_ranks(args, tmp_path, command):
     if command == "sft":
         rows = tmp_path / "rows.jsonl"
         rows.write_text("".join(json.dumps({"query": f"{n}?", "response": f"{n}."}) + "\n" for n in range(6)))
-        options: dict[str, Any] = {name: getattr(chosen, name) for name in SftArgs.__dataclass_fields__}
+        options: dict[str, Any] = {field.name: getattr(chosen, field.name) for field in fields(SftArgs)}
         options["dataset"] = [str(rows)]
         chosen = SftArgs(**options)
     assert launch(2, train_with_a_slow_disk, chosen, 1.5 * TIMEOUT_SECONDS, 2.0) == [0, 0]

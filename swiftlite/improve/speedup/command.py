@@ -33,7 +33,7 @@ from swiftlite.improve.speedup.dataset import RoundRows
 from swiftlite.improve.speedup.held_out import MIN_ROWS, divide, read_rows, without_similar, write_rows
 from swiftlite.improve.speedup.plan import ANSWERS, CANDIDATE, HELD_OUT, Commands, only_fits
 from swiftlite.improve.speedup.results import ALL, When, accepted_drafts, concurrency_of, read_result, seconds_of_steps
-from swiftlite.improve.speedup.screen import answer_lines, best_server, final_lines, other_lines, run_with
+from swiftlite.improve.speedup.screen import answer_lines, best_ratio, best_server, final_lines, other_lines, run_with
 from swiftlite.improve.speedup.state import Progress
 from swiftlite.improve.steps import CommandStep, is_complete, run_step
 from swiftlite.runtime.environment import sees_gpu
@@ -223,12 +223,12 @@ class _Speedup:
         seconds = budget.bench_seconds(self._total, progress.spent)
         step = self._commands.bench(CANDIDATE, progress.candidate, budget.bench_rounds(self._total), seconds)
         self._run_bench(step)
-        speeds = {}
-        for name in (best, CANDIDATE):
-            speeds[name], _ = read_result(self._directory / name / "bench" / "bench.json", best_server)
-        shown = ", ".join(f"{name} {speed:.1f} tokens/s" for name, speed in speeds.items())
+        # Ratios, because the load of the machine can change between the two measurements.
+        files = {name: self._directory / name / "bench" / "bench.json" for name in (best, CANDIDATE)}
+        ratios = {name: read_result(file, best_ratio) for name, file in files.items()}
+        shown = ", ".join(f"{name} {ratio:.2f}x as fast as without drafts" for name, ratio in ratios.items())
         logger.info("--drafter auto, %d concurrent requests: %s", self._args.concurrency[0], shown)
-        return speeds[CANDIDATE] > speeds[best]
+        return ratios[CANDIDATE] > ratios[best]
 
     def _run_bench(self, step: CommandStep) -> None:
         """Run a step like `_run`; a complete `bench` runs again if it was for another --concurrency."""

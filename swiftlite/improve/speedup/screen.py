@@ -139,9 +139,14 @@ def _acceptance(progress: Progress, best: str, by_channel: Mapping[str, Sequence
 
 def best_server(bench: Mapping[str, Any]) -> tuple[float, str]:
     """Return the tokens/s of the recommended server at the first number of concurrent requests, and its command."""
+    return _without_drafts(bench, 0) * best_ratio(bench), bench["recommendations"][0]["command"]
+
+
+def best_ratio(bench: Mapping[str, Any]) -> float:
+    """Return the speed of the recommended server at the first number of concurrent requests, relative to the server
+    without drafts in the same measurement."""
     choice = bench["recommendations"][0]
-    speed = _without_drafts(bench, 0) * choice["ratios"].get(str(choice["num_speculative_tokens"]), 1.0)
-    return speed, choice["command"]
+    return choice["ratios"].get(str(choice["num_speculative_tokens"]), 1.0)
 
 
 def other_lines(best: tuple[float, str], label: str, bench: Mapping[str, Any]) -> list[str]:
