@@ -125,8 +125,10 @@ def bytes_of_reward_process(args: GrpoArgs) -> int:
     """
     if args.rollouts_from or reward_models_on_ranks(args):
         return 0
-    files = [file for directory in args.reward_model for file in Path(directory).expanduser().glob("*.safetensors")]
-    return sum(file.stat().st_size for file in files)
+    size = 0
+    for directory in args.reward_model:
+        size += sum(file.stat().st_size for file in Path(directory).expanduser().glob("*.safetensors"))
+    return size
 
 
 def reward_weights(args: GrpoArgs, setup: Setup, configs: Sequence[HfConfig]) -> list[int]:
