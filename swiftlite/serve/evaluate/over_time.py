@@ -162,7 +162,8 @@ def engine_of(server: str, text: str) -> EngineInfo:
 
 def _supported() -> str:
     """Return the names of the engines whose servers count drafts."""
-    return " or ".join(ENGINES[name].label for name in names_with("counts_drafts"))
+    *labels, last = (ENGINES[name].label for name in names_with("counts_drafts"))
+    return f"{', '.join(labels)} or {last}"
 
 
 def get_metrics(server: str) -> str:
