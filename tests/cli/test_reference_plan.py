@@ -70,6 +70,16 @@ def test_a_suggestion_fits_with_the_models_next_to_the_trained_one(capsys, tmp_p
     assert code == 0
 
 
+def test_a_reference_with_the_layout_string_of_the_trained_model(capsys, tmp_path):
+    """The string places the heads of the trained model, which the reference model does not have."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | {"num_nextn_predict_layers": 1}))
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*18|t*18mL", "num_gpus": 2}
+    code, lines = plan(capsys, model=tmp_path, gpu_memory_gb=400.0, max_completion_length=256, beta=0.1, **stages)
+    assert code == 0
+    (start,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["stage", "model", "reference"])
+    assert all(float(line.split()[2]) > 0 for line in lines[start + 1 : start + 3])
+
+
 def test_a_stage_that_the_reference_leaves_out(capsys, model):  # noqa: F811
     options = {"loss_type": "sigmoid", "num_gpus": 3, "pipeline_model_parallel_size": 3, "gpu_memory_gb": 400.0}
     reference = {"ref_tensor_model_parallel_size": 2, "ref_pipeline_model_parallel_size": 1}

@@ -69,7 +69,9 @@ def frozen_parts(
         ValueError: the model does not support the layout, or there are too few ranks for it.
     """
     num_ranks = len(ranks_of(layout, setup.num_gpus))
-    problems = [*process_problems(layout, num_ranks), *layout_problems(layout, architecture_of(config), 0)]
+    # A layout string is that of the trained model, whose heads it places.
+    num_heads = setup.heads.layers if layout.pipeline_model_parallel_layout else 0
+    problems = [*process_problems(layout, num_ranks), *layout_problems(layout, architecture_of(config), num_heads)]
     if problems:  # of a layout that is only tried; the rules have checked that of the run
         raise ValueError(problems[0][0])
     frozen = dataclasses.replace(
