@@ -171,12 +171,11 @@ class _Speedup:
         other_seconds = budget.other_seconds(self._total)
         other = self._commands.other_engine(other_seconds)
         later = (other_seconds + budget.START_OF_OTHER) * len(other)
-        if compares:
-            later += budget.candidate_seconds(self._times())
-        seconds = budget.bench_seconds(self._total, self._progress.spent, later, 1 + compares)
+        candidate = budget.candidate_seconds(self._times()) if compares else 0.0
+        seconds = budget.bench_seconds(self._total, self._progress.spent, later + candidate, 1 + compares)
         self._run_bench(self._commands.bench(best, accepted, budget.bench_rounds(self._total), seconds))
         try:
-            if compares and self._is_candidate_faster(best):
+            if compares and self._is_candidate_faster(best, later):
                 best = CANDIDATE
         except UserError as error:
             logger.warning("%s is not compared: %s", CANDIDATE, error.problem)
@@ -204,9 +203,12 @@ class _Speedup:
         )
         return False
 
-    def _is_candidate_faster(self, best: str) -> bool:
+    def _is_candidate_faster(self, best: str, later: float) -> bool:
         """Train and measure the other drafter on the answers of all rounds, and return whether it is faster than the
         best heads.
+
+        Args:
+            later: seconds for the steps after it.
         """
         progress, rounds = self._progress, self._progress.rounds
         training = self._commands.training(rounds, "", CANDIDATE)
@@ -220,7 +222,7 @@ class _Speedup:
         shutil.rmtree(self._directory / CANDIDATE / "states", ignore_errors=True)
         progress.candidate = _accepted(self._directory, CANDIDATE)[ALL]
         self._run(self._commands.export(CANDIDATE))
-        seconds = budget.bench_seconds(self._total, progress.spent)
+        seconds = budget.bench_seconds(self._total, progress.spent, later)
         step = self._commands.bench(CANDIDATE, progress.candidate, budget.bench_rounds(self._total), seconds)
         self._run_bench(step)
         # Ratios, because the load of the machine can change between the two measurements.
